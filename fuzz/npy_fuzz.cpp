@@ -1,0 +1,6 @@
+#include "targets.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  vcattn::io::fuzz::check_npy(std::as_bytes(std::span(data, size)));
+  return 0;
+}

@@ -1,0 +1,29 @@
+// Turns the caller's parameters into a checked problem, or a refusal that names the unmet condition.
+#pragma once
+
+#include <cstdint>
+
+#include "vcattn/vcattn.h"
+
+namespace vcattn {
+
+// Parameters that hold together. Everything behind validation trusts it.
+struct Problem {
+  const vcattn_attention_params* params;
+  int64_t batch, seqlen_q, seqlen_kv, num_heads, num_heads_kv, head_dim;
+  int64_t num_sequences;  // batch, or the number of packed segments
+  double softmax_scale;
+  int num_threads;
+
+  bool packed() const { return params->cu_seqlens_q != nullptr; }
+};
+
+vcattn_code validate_attention(const vcattn_attention_params* params, Problem& problem, vcattn_message* message);
+
+// For vcattn_group: v, its mask or segments, the grid and the recipe.
+vcattn_code validate_grouping(const vcattn_attention_params* params, Problem& problem, vcattn_message* message);
+
+// Workspace given against asked for.
+vcattn_code validate_workspace(const void* workspace, size_t given, size_t needed, vcattn_message* message);
+
+}  // namespace vcattn

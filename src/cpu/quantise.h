@@ -1,0 +1,25 @@
+// FP32 rows to codes in tile order.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/quantized_qkv.h"
+#include "numerics/attention_math.h"
+
+namespace vcattn::cpu {
+
+// Where one code goes: `element(i)` is the code of value i, `group(i)` the NVFP4 scale of its group.
+// count values, of which value i lies at codes[i * stride] and its group's scale at groups[i / 16 * group_stride].
+// Non-NVFP4 formats ignore `groups`. FP32 and BF16 are stored as they are, without `encode`.
+void quantise_line(int32_t format, const float* values, int64_t count, float encode, void* codes, int64_t stride,
+                   uint8_t* groups, int64_t group_stride);
+
+// The value that a code of `format` at `codes[index]` stands for, before descale and group scale.
+float stored_value(int32_t format, const void* codes, int64_t index);
+
+float abs_max(const float* values, int64_t count);
+
+// `mean` as vcattn_mean_format stores it.
+float round_mean(int32_t mean_format, float mean);
+
+}  // namespace vcattn::cpu

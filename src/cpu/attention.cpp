@@ -134,11 +134,7 @@ class QueryBlock {
       std::fill(scratch_.tile_out, scratch_.tile_out + output_floats(), 0.0f);
       multiply(scratch_.tile_out, kBlockN);
       add_means(at, scratch_.tile_out);
-      for (int64_t i = 0; i < rows_; ++i) {
-        float* out = scratch_.out + i * v_dim;
-        const float* part = scratch_.tile_out + i * v_dim;
-        for (int64_t d = 0; d < v_dim; ++d) out[d] = std::fma(part[d], weight_[i], out[d]);
-      }
+      add_scaled_rows(rows_, v_dim, weight_, scratch_.tile_out, v_dim, scratch_.out, v_dim);
     } else {
       multiply(hopper() ? scratch_.tile_out : scratch_.out, recipe_.promote_keys);
       add_means(at, scratch_.out);

@@ -58,12 +58,12 @@ HWY_INLINE V step(V accumulator, int64_t count, const float* a, const float* a_e
   // reciprocal_unit(scale, kHopperFractionBits)
   const auto unit_bits = hn::Set(i, (kHopperFractionBits + 2 * kFloatBias) << kFloatMantissaBits);
   const auto units = hn::BitCast(f, hn::Sub(unit_bits, hn::BitCast(i, scale)));
-  auto sum = hn::Add(hn::Zero(f), hn::Trunc(hn::Mul(accumulator, units)));
+  auto sum = hn::ConvertTo(i, hn::Mul(accumulator, units));  // toward zero
   for (int64_t k = 0; k < count; ++k) {
     const auto product = hn::Mul(hn::Set(f, a[k]), hn::Load(f, b + k * ldb));
-    sum = hn::Add(sum, hn::Trunc(hn::Mul(product, units)));
+    sum = hn::Add(sum, hn::ConvertTo(i, hn::Mul(product, units)));
   }
-  const auto value = hn::Mul(sum, hn::Mul(scale, hn::Set(f, power_of_two(-kHopperFractionBits))));
+  const auto value = hn::Mul(hn::ConvertTo(f, sum), hn::Mul(scale, hn::Set(f, power_of_two(-kHopperFractionBits))));
   const auto stored = kF16 ? round_fp16_lanes(value) : cut_lanes(value);
   const auto unchanged = hn::Add(hn::Zero(f), kF16 ? accumulator : cut_lanes(accumulator));
   return hn::IfThenElse(hn::Eq(largest, hn::Zero(f)), unchanged, stored);

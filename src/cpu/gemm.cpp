@@ -56,6 +56,17 @@ void gemm_f32(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, cons
   for (; j < n; j += kLanes) column_strip<1>(m, k, a, lda, b + j, ldb, c + j, ldc, accumulate);
 }
 
+void add_scaled_rows(int64_t m, int64_t n, const float* weight, const float* a, int64_t lda, float* c, int64_t ldc) {
+  const Lanes lanes;
+  for (int64_t i = 0; i < m; ++i) {
+    const auto factor = hn::Set(lanes, weight[i]);
+    for (int64_t j = 0; j < n; j += kLanes) {
+      float* out = c + i * ldc + j;
+      hn::Store(hn::MulAdd(factor, hn::Load(lanes, a + i * lda + j), hn::Load(lanes, out)), lanes, out);
+    }
+  }
+}
+
 }  // namespace vcattn::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -63,10 +74,15 @@ HWY_AFTER_NAMESPACE();
 namespace vcattn::cpu {
 
 HWY_EXPORT(gemm_f32);
+HWY_EXPORT(add_scaled_rows);
 
 void gemm_f32(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
               int64_t ldc, bool accumulate) {
   HWY_DYNAMIC_DISPATCH(gemm_f32)(m, n, k, a, lda, b, ldb, c, ldc, accumulate);
+}
+
+void add_scaled_rows(int64_t m, int64_t n, const float* weight, const float* a, int64_t lda, float* c, int64_t ldc) {
+  HWY_DYNAMIC_DISPATCH(add_scaled_rows)(m, n, weight, a, lda, c, ldc);
 }
 
 void gemm_f64(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,

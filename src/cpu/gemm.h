@@ -15,7 +15,10 @@ inline constexpr int kPanelAlign = 16;
 void gemm_f32(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
               int64_t ldc, bool accumulate);
 
-// The same product accumulated in FP64 and rounded to FP32 at the end; c is overwritten.
+// c[i, :] += weight[i] * a[i, :] over m rows of n floats, fused; alignment and leading dimensions as c above.
+void add_scaled_rows(int64_t m, int64_t n, const float* weight, const float* a, int64_t lda, float* c, int64_t ldc);
+
+// The product of gemm_f32 accumulated in FP64 and rounded to FP32 at the end; c is overwritten.
 void gemm_f64(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
               int64_t ldc);
 

@@ -33,9 +33,9 @@ TEST_P(EveryRecipe, IsNearTheOracleAtEveryShape) {
   struct Shape {
     int64_t batch, q, kv, heads, heads_kv, dim;
   };
-  const Shape shapes[] = {{1, 1, 1, 1, 1, 128},   {1, 2, 127, 1, 1, 128}, {2, 129, 128, 4, 2, 64},
+  const Shape shapes[] = {{1, 1, 1, 1, 1, 128},    {1, 2, 127, 1, 1, 128}, {2, 129, 128, 4, 2, 64},
                           {1, 128, 129, 2, 2, 96}, {1, 5, 700, 8, 2, 128}, {1, 300, 63, 1, 1, 40},
-                          {1, 3, 257, 1, 1, 256}, {1, 7, 200, 3, 1, 1},   {1, 64, 1000, 1, 1, 80}};
+                          {1, 3, 257, 1, 1, 256},  {1, 7, 200, 3, 1, 1},   {1, 64, 1000, 1, 1, 80}};
   uint32_t seed = 1;
   for (const Shape& s : shapes) {
     Tensor q(s.batch, s.q, s.heads, s.dim), k(s.batch, s.kv, s.heads_kv, s.dim), v(s.batch, s.kv, s.heads_kv, s.dim);
@@ -89,7 +89,8 @@ TEST_P(EveryRecipe, PutsEachKeyWhereItBelongs) {
   cpu::OracleRows oracle;
   ASSERT_EQ(cpu::oracle_attention(p, rows, oracle, nullptr), VCATTN_OK);
   // A probability is off by the error of its score, which 4-bit operands make large.
-  const double bound = error_bound(GetParam()) * (params(q, k, v, out, name()).recipe.qk_format == VCATTN_FORMAT_NVFP4 ? 4 : 2);
+  const double bound =
+      error_bound(GetParam()) * (params(q, k, v, out, name()).recipe.qk_format == VCATTN_FORMAT_NVFP4 ? 4 : 2);
   for (int64_t i = 0; i < 40; ++i) {
     const auto row = out.row(0, i, 0);
     for (int64_t d = 0; d < kDim; ++d) {
@@ -185,7 +186,8 @@ TEST_P(EveryRecipe, HonoursAKeyMask) {
 INSTANTIATE_TEST_SUITE_P(Recipes, EveryRecipe, testing::ValuesIn(recipe_names()),
                          [](const testing::TestParamInfo<std::string>& recipe_name) { return recipe_name.param; });
 
-// ---- masks and segments ------------------------------------------------------------------------------------------------
+// ---- masks and segments
+// ------------------------------------------------------------------------------------------------
 
 TEST(Attention, GivesZeroAndMinusInfinityWhereNoKeyIsAdmitted) {
   Tensor q(2, 3, 1, 64), k(2, 10, 1, 64), v(2, 10, 1, 64), out(2, 3, 1, 64);
@@ -244,7 +246,8 @@ TEST(Attention, PackedSegmentsEqualSeparateCalls) {
   }
 }
 
-// ---- layouts and dtypes ------------------------------------------------------------------------------------------------
+// ---- layouts and dtypes
+// ------------------------------------------------------------------------------------------------
 
 TEST(Attention, ReadsAnyStridesAndDtypes) {
   for (const vcattn_dtype dtype : {VCATTN_BF16, VCATTN_FP16, VCATTN_FP32}) {
@@ -321,7 +324,8 @@ TEST(Attention, NeverModifiesItsInputs) {
   EXPECT_EQ(before_v, v.bytes());
 }
 
-// ---- order of the keys --------------------------------------------------------------------------------------------------
+// ---- order of the keys
+// --------------------------------------------------------------------------------------------------
 
 TEST(Attention, PermutingKeysAndValuesTogetherChangesTheExactPathByRoundingOnly) {
   Tensor q(1, 60, 2, 64), k(1, 500, 2, 64), v(1, 500, 2, 64), first(1, 60, 2, 64), second(1, 60, 2, 64);
@@ -363,7 +367,8 @@ TEST(Attention, RefusesAPermutationThatIsNone) {
   p.key_mask = mask.data();
   p.key_mask_stride[1] = 1;
   permutation[3] = 3;
-  EXPECT_EQ(attend(p).message, "permutation: sequence 0, head 0, position 3 holds 3, which is not admitted by key_mask");
+  EXPECT_EQ(attend(p).message,
+            "permutation: sequence 0, head 0, position 3 holds 3, which is not admitted by key_mask");
   permutation = {4, 0, 2, 1, -1};
   EXPECT_EQ(attend(p).code, VCATTN_OK);
 }
@@ -399,7 +404,8 @@ TEST(Attention, AGroupedPermutationEqualsGroupingInTheCall) {
   EXPECT_EQ(attend(p).code, VCATTN_OK);
 }
 
-// ---- what is not finite --------------------------------------------------------------------------------------------------
+// ---- what is not finite
+// --------------------------------------------------------------------------------------------------
 
 TEST(Attention, SaysWhereAnInputIsNotFinite) {
   Tensor q(1, 4, 2, 64), k(1, 5, 2, 64), v(1, 5, 2, 64), out(1, 4, 2, 64);
@@ -455,7 +461,8 @@ TEST(Attention, PassesNonFiniteInputsThroughWhenAllowed) {
   }
 }
 
-// ---- accumulation models --------------------------------------------------------------------------------------------------
+// ---- accumulation models
+// --------------------------------------------------------------------------------------------------
 
 TEST(Attention, Fp64AccumulationAgreesWithFp32) {
   Tensor q(1, 140, 1, 128), k(1, 700, 1, 128), v(1, 700, 1, 128), out(1, 140, 1, 128);

@@ -33,7 +33,8 @@ Panel make_panel(int64_t count) {
 template <typename Test>
 void on_every_target(Test test) {
   std::vector<int64_t> targets;
-  for (int64_t rest = hwy::SupportedTargets() & HWY_TARGETS; rest != 0; rest &= rest - 1) targets.push_back(rest & -rest);
+  for (int64_t rest = hwy::SupportedTargets() & HWY_TARGETS; rest != 0; rest &= rest - 1)
+    targets.push_back(rest & -rest);
   for (const int64_t target : targets) {
     SCOPED_TRACE(hwy::TargetName(target));
     hwy::SetSupportedTargetsForTest(target);

@@ -91,7 +91,8 @@ TEST(ExpCast, MeanRatioIsThatOfScoresSpreadOverAnOctave) {
   EXPECT_NEAR(codes / exact, kExpCastMeanRatio, 1.5e-3);
 }
 
-// ---- the tile step ---------------------------------------------------------------------------------------------------
+// ---- the tile step
+// ---------------------------------------------------------------------------------------------------
 
 // One row fed tile by tile, and what an exact softmax makes of the same scores.
 class RowRun {
@@ -104,7 +105,8 @@ class RowRun {
     std::copy(scores.begin(), scores.end(), tile);
     for (size_t j = scores.size(); j < kBlockN; ++j) tile[j] = 1e30f;  // padding must not be seen
     float rescale, weight, sums[kSumGroups];
-    cpu::softmax_tile(recipe_, {1, static_cast<int64_t>(scores.size()), tile, &factor, &reference_, &rescale, &weight, sums});
+    cpu::softmax_tile(recipe_,
+                      {1, static_cast<int64_t>(scores.size()), tile, &factor, &reference_, &rescale, &weight, sums});
     for (double& p : probabilities_) p *= rescale;
     sum_ *= rescale;
     for (int j = 0; j < kBlockN; ++j) {
@@ -171,7 +173,8 @@ TEST_P(SoftmaxStep, StaysNearTheExactRow) {
       }
       EXPECT_LT(row.total_variation(), GetParam().bound) << "spread " << spread << " base " << base;
       // Quantised: one key may hold the whole row, and then the error is that of its code.
-      EXPECT_LT(std::fabs(row.lse_error()), r.p_format == VCATTN_P_FP32 ? 1e-4 : 0.08) << "spread " << spread << " base " << base;
+      EXPECT_LT(std::fabs(row.lse_error()), r.p_format == VCATTN_P_FP32 ? 1e-4 : 0.08)
+          << "spread " << spread << " base " << base;
       if (r.row_sum == VCATTN_SUM_DECODED) {
         EXPECT_LT(row.decoded_sum_error(), 1e-5);
       }
@@ -185,8 +188,8 @@ std::string case_name(const testing::TestParamInfo<Case>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, SoftmaxStep,
-                         testing::Values(Case{"fp32", -1, 1e-5}, Case{"bf16", -1, 2.5e-3},
-                                         Case{"fp8_naive", -1, 0.025}, Case{"fp8_naive", VCATTN_MAX_RUNNING_OCTAVE, 0.025},
+                         testing::Values(Case{"fp32", -1, 1e-5}, Case{"bf16", -1, 2.5e-3}, Case{"fp8_naive", -1, 0.025},
+                                         Case{"fp8_naive", VCATTN_MAX_RUNNING_OCTAVE, 0.025},
                                          Case{"fp8_naive", VCATTN_MAX_TILE_OCTAVE, 0.025}, Case{"sage2", -1, 0.025},
                                          Case{"vsmooth8_expcast", -1, 0.0364},
                                          Case{"vsmooth8_expcast", VCATTN_MAX_RUNNING_OCTAVE, 0.0364},

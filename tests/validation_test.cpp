@@ -36,7 +36,8 @@ TEST_F(Validation, NamesTheTensorAndTheAxis) {
   refused([&] { p.k.data = nullptr; }, VCATTN_INVALID_ARGUMENT, "k: data is NULL");
   refused([&] { p.v.dtype = 9; }, VCATTN_INVALID_ARGUMENT, "v: dtype is BF16 (1), FP16 (2) or FP32 (3); found 9");
   refused([&] { p.q.shape[1] = 0; }, VCATTN_INVALID_ARGUMENT, "q: seqlen is at least 1; found 0");
-  refused([&] { p.out.stride[2] = -64; }, VCATTN_INVALID_ARGUMENT, "out: stride of num_heads is not negative; found -64");
+  refused([&] { p.out.stride[2] = -64; }, VCATTN_INVALID_ARGUMENT,
+          "out: stride of num_heads is not negative; found -64");
   refused([&] { p.k.shape[1] = 8; }, VCATTN_INVALID_ARGUMENT, "k: seqlen is 9, as in v; found 8");
   refused([&] { p.q.shape[3] = 32; }, VCATTN_INVALID_ARGUMENT, "q: head_dim is 64, as in v; found 32");
   refused([&] { p.out.shape[1] = 5; }, VCATTN_INVALID_ARGUMENT, "out: seqlen is 6, as in q; found 5");
@@ -57,7 +58,8 @@ TEST_F(Validation, RefusesWhatItCannotServe) {
 }
 
 TEST_F(Validation, ProtectsMemory) {
-  refused([&] { p.out.stride[2] = 0; }, VCATTN_INVALID_ARGUMENT, "out: strides [1536, 256, 0, 1] make elements overlap");
+  refused([&] { p.out.stride[2] = 0; }, VCATTN_INVALID_ARGUMENT,
+          "out: strides [1536, 256, 0, 1] make elements overlap");
   refused([&] { p.out.data = p.q.data; }, VCATTN_INVALID_ARGUMENT, "out: its memory must not overlap q");
   float lse[48];
   p.lse_stride[0] = 24;
@@ -123,8 +125,7 @@ TEST_F(Validation, ChecksSegments) {
 
 TEST_F(Validation, ChecksTheGrid) {
   p.recipe.v_order = VCATTN_ORDER_CUBE;
-  EXPECT_EQ(attend(p).message,
-            "v_order cube needs the video grid; found first_token 0, frames 0, height 0, width 0");
+  EXPECT_EQ(attend(p).message, "v_order cube needs the video grid; found first_token 0, frames 0, height 0, width 0");
   p.grid = {1, 2, 2, 2};
   EXPECT_EQ(attend(p).code, VCATTN_OK);
   p.grid = {2, 2, 2, 2};
@@ -133,7 +134,8 @@ TEST_F(Validation, ChecksTheGrid) {
   EXPECT_EQ(attend(p).code, VCATTN_INVALID_ARGUMENT);
 }
 
-// ---- recipes ----------------------------------------------------------------------------------------------------------
+// ---- recipes
+// ----------------------------------------------------------------------------------------------------------
 
 TEST(Recipe, NamesAreListedWhenOneIsUnknown) {
   vcattn_recipe r;
@@ -146,8 +148,8 @@ TEST(Recipe, NamesAreListedWhenOneIsUnknown) {
 }
 
 TEST(Recipe, EveryNamedRecipeHoldsTogether) {
-  for (const char* name : {"accurate", "exact", "fast", "bf16", "fp8_naive", "fp8_hadamard", "sage2", "sage3", "attn_qat",
-                           "vsmooth8", "vsmooth8_expcast", "vsmooth4", "fp32"}) {
+  for (const char* name : {"accurate", "exact", "fast", "bf16", "fp8_naive", "fp8_hadamard", "sage2", "sage3",
+                           "attn_qat", "vsmooth8", "vsmooth8_expcast", "vsmooth4", "fp32"}) {
     Tensor q(1, 2, 1, 64), k(1, 3, 1, 64), v(1, 3, 1, 64), out(1, 2, 1, 64);
     EXPECT_EQ(attend(params(q.fill_normal(1), k.fill_normal(2), v.fill_normal(3), out, name)).code, VCATTN_OK) << name;
   }

@@ -54,6 +54,13 @@ TEST_F(Validation, RefusesWhatItCannotServe) {
   refused([&] { p.v.shape[3] = 257; }, VCATTN_UNSUPPORTED, "v: head_dim is at most 256; found 257");
   refused([&] { p.v.shape[1] = int64_t{1} << 31; }, VCATTN_UNSUPPORTED,
           "v: seqlen is at most 2^31 - 1 (permutations are 32-bit); found 2147483648");
+  refused(
+      [&] {
+        p.k.shape[1] = p.v.shape[1] = 1 << 30;
+        p.k.shape[2] = p.v.shape[2] = p.q.shape[2] = p.out.shape[2] = 1 << 20;
+        p.k.stride[1] = p.k.stride[2] = p.v.stride[1] = p.v.stride[2] = 0;
+      },
+      VCATTN_UNSUPPORTED, "v: 2 x 1073741824 x 1048576 rows; at most 2^38");
   refused([&] { p.backend = 7; }, VCATTN_UNSUPPORTED, "backend 7 is not in this build");
 }
 
@@ -194,7 +201,7 @@ TEST(Recipe, RefusesUnknownFieldsAndValues) {
   vcattn_recipe r = recipe("accurate");
   vcattn_message message;
   EXPECT_EQ(vcattn_recipe_set(&r, "p_fromat", "e4m3", &message), VCATTN_INVALID_ARGUMENT);
-  EXPECT_STREQ(message.text, "a recipe has no field \"p_fromat\"");
+  EXPECT_STREQ(message.text, "a recipe has no field \"p_fromat\" (vcattn_recipe_describe names them all)");
   EXPECT_EQ(vcattn_recipe_set(&r, "p_format", "e5m2", &message), VCATTN_INVALID_ARGUMENT);
   EXPECT_STREQ(message.text,
                "recipe field p_format is one of fp32, bf16, e4m3, expcast, expcast_two_lines, nvfp4; found \"e5m2\"");

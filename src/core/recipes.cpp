@@ -367,7 +367,8 @@ vcattn_code vcattn_recipe_set(vcattn_recipe* recipe, const char* field, const ch
     }
     return VCATTN_OK;
   }
-  return fail(message, VCATTN_INVALID_ARGUMENT, "a recipe has no field \"{:.40}\"", name);
+  return fail(message, VCATTN_INVALID_ARGUMENT,
+              "a recipe has no field \"{:.40}\" (vcattn_recipe_describe names them all)", name);
 }
 
 size_t vcattn_recipe_describe(const vcattn_recipe* recipe, char* text, size_t size) {

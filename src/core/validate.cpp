@@ -31,6 +31,18 @@ bool byte_extent(const vcattn_tensor& t, int64_t& bytes) {
   return !__builtin_mul_overflow(elements, element_size(t.dtype), &bytes);
 }
 
+// Rows of head_dim that one call may describe: keeps every size below 2^63, also for broadcast tensors, whose memory
+// says nothing of their extents.
+constexpr int64_t kMaxRows = int64_t{1} << 38;
+
+vcattn_code validate_rows(const char* name, int64_t a, int64_t b, int64_t c, vcattn_message* message) {
+  int64_t rows;
+  if (!__builtin_mul_overflow(a, b, &rows) && !__builtin_mul_overflow(rows, c, &rows) && rows <= kMaxRows) {
+    return VCATTN_OK;
+  }
+  return fail(message, VCATTN_UNSUPPORTED, "{}: {} x {} x {} rows; at most 2^38", name, a, b, c);
+}
+
 vcattn_code validate_tensor(const vcattn_tensor& t, const char* name, vcattn_message* message) {
   const auto invalid = [&](const char* format, auto... args) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "{}: {}", name, fmt::format(fmt::runtime(format), args...));
@@ -48,7 +60,7 @@ vcattn_code validate_tensor(const vcattn_tensor& t, const char* name, vcattn_mes
   }
   int64_t bytes;
   if (!byte_extent(t, bytes)) return invalid("shape times stride overflows 64 bits");
-  return VCATTN_OK;
+  return validate_rows(name, t.shape[0], t.shape[1], t.shape[2], message);
 }
 
 vcattn_code validate_extent(const char* name, int axis, int64_t found, const char* other, int64_t expected,
@@ -145,8 +157,9 @@ vcattn_code validate_segments(const vcattn_attention_params& p, bool needs_q, vc
     return fail(message, VCATTN_UNSUPPORTED,
                 "cu_seqlens and key_mask do not go together: give the segments' own lengths");
   }
-  vcattn_code code = VCATTN_OK;
-  if (needs_q) code = validate_cu_seqlens(p.cu_seqlens_q, "cu_seqlens_q", p.num_segments, p.q.shape[1], message);
+  vcattn_code code = validate_rows("num_segments", p.num_segments, p.v.shape[2], 1, message);
+  if (code == VCATTN_OK && needs_q)
+    code = validate_cu_seqlens(p.cu_seqlens_q, "cu_seqlens_q", p.num_segments, p.q.shape[1], message);
   if (code != VCATTN_OK) return code;
   return validate_cu_seqlens(p.cu_seqlens_kv, "cu_seqlens_kv", p.num_segments, p.v.shape[1], message);
 }

@@ -6,8 +6,9 @@ PRESET ?= release
 
 demo: build
 	@mkdir -p out
-	build/cli/vcattn compare data/qkv_layer2_16448.safetensors --report out/report.html --json out/report.json
-	@echo "The report: out/report.html (the same figures as JSON: out/report.json)"
+	build/cli/vcattn compare data/qkv_layer6_4160.safetensors --report out/layer6.html --json out/layer6.json
+	build/cli/vcattn compare data/qkv_layer2_16448.safetensors --report out/layer2.html --json out/layer2.json
+	@echo "Reports: out/layer2.html and out/layer6.html (the same figures as JSON beside them)"
 
 test: build
 	ctest --test-dir build --output-on-failure -j $(JOBS)

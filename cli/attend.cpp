@@ -1,8 +1,11 @@
 // vcattn attend: one attention call from files to a file.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "commands.h"
 #include "inputs.h"
@@ -13,6 +16,9 @@
 
 namespace vcattn::cli {
 namespace {
+
+// Above this the heads go one by one, so that a progress bar moves: some seconds on a small machine.
+constexpr double kProgressFlops = 1e12;
 
 struct AttendOptions {
   InputOptions inputs;
@@ -84,6 +90,16 @@ std::string summary(const vcattn_attention_params& params, const std::string& ba
                      attention_flops(params) / run.seconds * 1e-12);
 }
 
+AttentionRun run_with_progress(const vcattn_attention_params& params) {
+  std::optional<Progress> bar;
+  int64_t shown = 0;
+  return run_attention_by_head(params, kProgressFlops, [&](int64_t done, int64_t total) {
+    if (!bar) bar.emplace("attend", total);
+    bar->advance(done - std::exchange(shown, done));
+    bar->show(fmt::format("head {} of {}", std::min(done + 1, total), total));
+  });
+}
+
 void attend(const AttendOptions& options) {
   const vcattn_recipe recipe = make_recipe(options.recipe, options.changes);
   const vcattn_backend backend = backend_by_name(options.backend);
@@ -100,7 +116,7 @@ void attend(const AttendOptions& options) {
   params.recipe = recipe;
   params.backend = backend;
   params.num_threads = options.threads;
-  const AttentionRun run = run_attention(params);
+  const AttentionRun run = naming_source(inputs.source, [&] { return run_with_progress(params); });
 
   file.metadata = {{"layout", layout_metadata(inputs.layout, inputs.q.shape.size())},
                    {"recipe", describe(recipe)},

@@ -14,6 +14,7 @@
 #include "inputs.h"
 #include "io/tensor_file.h"
 #include "json_output.h"
+#include "library.h"
 #include "report.h"
 #include "terminal.h"
 
@@ -60,12 +61,13 @@ void run_compare(CommandOptions& options) {
 
   std::optional<Progress> progress;
   int64_t shown = 0;
+  const auto show = [&](std::string_view step, int64_t done, int64_t total) {
+    if (!progress) progress.emplace("compare", total);
+    progress->advance(done - std::exchange(shown, done));
+    progress->show(step);
+  };
   const CompareResult result =
-      compare(params, inputs.source, options.compare, [&](std::string_view step, int64_t done, int64_t total) {
-        if (!progress) progress.emplace("compare", total);
-        progress->advance(done - std::exchange(shown, done));
-        progress->show(step);
-      });
+      naming_source(inputs.source, [&] { return compare(params, inputs.source, options.compare, show); });
   progress.reset();
 
   if (!options.json.empty()) write_json(options.json, compare_json(result));

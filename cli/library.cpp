@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <span>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 namespace vcattn::cli {
 
 void check(vcattn_code code, const vcattn_message& message) {
+  if (code == VCATTN_NONFINITE_INPUT) throw NonFiniteInput(message.text);
   if (code != VCATTN_OK) throw std::runtime_error(message.text);
 }
 
@@ -43,6 +45,46 @@ AttentionRun run_attention(const vcattn_attention_params& params) {
   check(vcattn_attention(&params, workspace.data(), workspace.size(), &message), message);
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   return {.seconds = elapsed.count(), .workspace_bytes = bytes};
+}
+
+namespace {
+
+// `count` indices of one axis, from `first`.
+void narrow(vcattn_tensor& tensor, int axis, int64_t first, int64_t count) {
+  const int64_t size = tensor.dtype == VCATTN_FP32 ? 4 : 2;
+  tensor.data = static_cast<std::byte*>(tensor.data) + first * tensor.stride[axis] * size;
+  tensor.shape[axis] = count;
+}
+
+}  // namespace
+
+AttentionRun run_attention_by_head(const vcattn_attention_params& params, double max_flops,
+                                   const std::function<void(int64_t done, int64_t total)>& progress) {
+  size_t bytes = 0;
+  vcattn_message message = {};
+  check(vcattn_attention_workspace_size(&params, &bytes, &message), message);  // the whole call's own refusals
+  const int64_t batch = params.v.shape[0], heads_kv = params.v.shape[2], group = params.q.shape[2] / heads_kv;
+  if (attention_flops(params) <= max_flops || batch * heads_kv == 1) return run_attention(params);
+  AttentionRun total = {.seconds = 0.0, .workspace_bytes = 0};
+  for (int64_t part = 0; part < batch * heads_kv; ++part) {
+    progress(part, batch * heads_kv);
+    const int64_t b = part / heads_kv, head = part % heads_kv;
+    vcattn_attention_params one = params;
+    for (vcattn_tensor* t : {&one.q, &one.k, &one.v, &one.out}) narrow(*t, 0, b, 1);
+    for (vcattn_tensor* t : {&one.q, &one.out}) narrow(*t, 2, head * group, group);
+    for (vcattn_tensor* t : {&one.k, &one.v}) narrow(*t, 2, head, 1);
+    if (one.lse != nullptr) one.lse += b * one.lse_stride[0] + head * group * one.lse_stride[2];
+    try {
+      const AttentionRun run = run_attention(one);
+      total.seconds += run.seconds;
+      total.workspace_bytes = std::max(total.workspace_bytes, run.workspace_bytes);
+    } catch (const std::runtime_error&) {
+      run_attention(params);  // refused for the same reason, but in the coordinates of the whole
+      throw;
+    }
+  }
+  progress(batch * heads_kv, batch * heads_kv);
+  return total;
 }
 
 vcattn_backend backend_by_name(const std::string& name) {

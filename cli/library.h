@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -9,7 +12,22 @@
 
 namespace vcattn::cli {
 
-// Throws std::runtime_error with the message unless `code` is VCATTN_OK.
+// NaN or infinity in q, k or v; the message says where, but not in which file.
+struct NonFiniteInput : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Runs `work`, naming the file `source` where its tensors are not finite.
+template <typename Work>
+auto naming_source(const std::string& source, Work work) {
+  try {
+    return work();
+  } catch (const NonFiniteInput& error) {
+    throw std::runtime_error(source + ": " + error.what());
+  }
+}
+
+// Throws NonFiniteInput or std::runtime_error with the message unless `code` is VCATTN_OK.
 void check(vcattn_code code, const vcattn_message& message);
 
 // The recipe `name` with each of `changes` ("field=value") applied. An unknown name is answered with the known ones.
@@ -23,6 +41,11 @@ struct AttentionRun {
 
 // vcattn_attention with a workspace of its own.
 AttentionRun run_attention(const vcattn_attention_params& params);
+
+// The same, one (batch, KV head) after the other where the call has more than `max_flops`: they do not depend on one
+// another, so the output is the same to the bit. progress(done, total) is called before each part and at the end.
+AttentionRun run_attention_by_head(const vcattn_attention_params& params, double max_flops,
+                                   const std::function<void(int64_t done, int64_t total)>& progress);
 
 // "auto" or "cpu"; throws for others, naming these.
 vcattn_backend backend_by_name(const std::string& name);

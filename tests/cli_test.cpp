@@ -21,6 +21,7 @@
 #include "core/tensor_access.h"
 #include "cpu/oracle.h"
 #include "io/tensor_file.h"
+#include "library.h"
 #include "random.h"
 #include "terminal.h"
 #include "vcattn/vcattn.h"
@@ -455,6 +456,39 @@ TEST_F(CliTest, UsageErrorsGoToStderr) {
 }
 
 // ---- parts ---------------------------------------------------------------------------------------------------------
+
+TEST(AttentionByHead, EqualsOneCallToTheBitAndRefusesInItsCoordinates) {
+  const Shape q_shape = {2, 70, 4, 32}, kv_shape = {2, 150, 2, 32};
+  std::vector<float> q(2 * 70 * 4 * 32), k(2 * 150 * 2 * 32), v(k.size()), whole(q.size()), parts(q.size());
+  std::vector<float> whole_lse(2 * 70 * 4), parts_lse(whole_lse.size());
+  for (size_t i = 0; i < q.size(); ++i) q[i] = std::sin(static_cast<float>(i));
+  for (size_t i = 0; i < k.size(); ++i)
+    k[i] = std::cos(static_cast<float>(3 * i)), v[i] = std::sin(static_cast<float>(7 * i));
+  vcattn_attention_params params = make_params();
+  params.q = make_tensor(q.data(), VCATTN_FP32, q_shape);
+  params.k = make_tensor(k.data(), VCATTN_FP32, kv_shape);
+  params.v = make_tensor(v.data(), VCATTN_FP32, kv_shape);
+  params.lse_stride[0] = 280;
+  params.lse_stride[1] = 4;
+  params.lse_stride[2] = 1;
+  params.out = make_tensor(whole.data(), VCATTN_FP32, q_shape);
+  params.lse = whole_lse.data();
+  cli::run_attention(params);
+  params.out = make_tensor(parts.data(), VCATTN_FP32, q_shape);
+  params.lse = parts_lse.data();
+  std::vector<int64_t> seen;
+  cli::run_attention_by_head(params, 0.0, [&](int64_t done, int64_t) { seen.push_back(done); });
+  EXPECT_EQ(seen, (std::vector<int64_t>{0, 1, 2, 3, 4}));
+  EXPECT_EQ(whole, parts);
+  EXPECT_EQ(whole_lse, parts_lse);
+  v[((150 + 9) * 2 + 1) * 32 + 5] = std::numeric_limits<float>::infinity();
+  try {
+    cli::run_attention_by_head(params, 0.0, [](int64_t, int64_t) {});
+    ADD_FAILURE() << "an infinity was let through";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "v: infinity at batch 1, token 9, head 1, channel 5");
+  }
+}
 
 TEST(Random, IsSplitMix64) {
   cli::Random random(1234567);

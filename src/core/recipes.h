@@ -15,8 +15,5 @@ inline bool is_expcast(const vcattn_recipe& r) {
   return r.p_format == VCATTN_P_EXPCAST || r.p_format == VCATTN_P_EXPCAST_TWO_LINES;
 }
 inline bool has_phases(const vcattn_recipe& r) { return r.p_format == VCATTN_P_EXPCAST && r.p_phases == 2; }
-inline bool needs_clusters(const vcattn_recipe& r) {
-  return r.v_order == VCATTN_ORDER_KMEANS || r.v_order == VCATTN_ORDER_BALANCED || r.v_order == VCATTN_ORDER_CHAIN;
-}
 
 }  // namespace vcattn

@@ -4,7 +4,6 @@
 #include <bit>
 
 #include "core/arena.h"
-#include "core/recipes.h"
 #include "cpu/gemm.h"
 #include "cpu/panel.h"
 #include "cpu/preprocess.h"
@@ -32,7 +31,7 @@ void plan_grouping(const Problem& problem, int64_t v_dim, Arena& arena, HeadScra
   const vcattn_recipe& recipe = problem.params->recipe;
   head.admitted = arena.take<int32_t>(head.max_keys);
   head.order = arena.take<int32_t>(head.max_keys);
-  head.centroids = arena.take<float>(needs_clusters(recipe) ? recipe.grouping.clusters * v_dim : 0);
+  head.centroids = arena.take<float>(vsmooth::uses_clusters(recipe.v_order) ? recipe.grouping.clusters * v_dim : 0);
   const size_t bytes = vsmooth::grouping_workspace_size(head.max_keys, v_dim, recipe.grouping, recipe.v_order);
   head.grouping = {arena.take<std::byte>(static_cast<int64_t>(bytes)), bytes};
 }

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/recipes.h"
 #include "cpu/prepare.h"
 #include "vsmooth/grouping.h"
 
@@ -99,7 +98,7 @@ void group(const Problem& problem, const GroupPlan& plan, bool warm, float* cent
       });
       float* kept =
           centroids == nullptr ? nullptr : centroids + (s * problem.num_heads_kv + head) * clusters * head_dim;
-      const bool keeps = kept != nullptr && needs_clusters(p.recipe);
+      const bool keeps = kept != nullptr && vsmooth::uses_clusters(p.recipe.v_order);
       if (keeps) {
         for (int64_t c = 0; c < clusters; ++c) {
           float* centroid = scratch.centroids + c * plan.dim;

@@ -16,10 +16,6 @@ namespace {
 constexpr int64_t kCubeFrames = 2, kCubeHeight = 8, kCubeWidth = 8;
 static_assert(kCubeFrames * kCubeHeight * kCubeWidth == kBlockN, "a whole cube is one block");
 
-bool uses_clusters(int32_t v_order) {
-  return v_order == VCATTN_ORDER_KMEANS || v_order == VCATTN_ORDER_BALANCED || v_order == VCATTN_ORDER_CHAIN;
-}
-
 // What order_tokens cuts from its workspace for an order that clusters.
 struct Scratch {
   Scratch(Arena& arena, int64_t count, int64_t stride, int32_t clusters, int32_t v_order)
@@ -85,6 +81,10 @@ void order_by_cube(const vcattn_video_grid& grid, int64_t count, int32_t* permut
 }
 
 }  // namespace
+
+bool uses_clusters(int32_t v_order) {
+  return v_order == VCATTN_ORDER_KMEANS || v_order == VCATTN_ORDER_BALANCED || v_order == VCATTN_ORDER_CHAIN;
+}
 
 size_t grouping_workspace_size(int64_t count, int64_t stride, const vcattn_grouping& params, int32_t v_order) {
   if (!uses_clusters(v_order)) return 0;

@@ -27,6 +27,9 @@ inline int32_t effective_clusters(const vcattn_grouping& params, int64_t count) 
   return static_cast<int32_t>(std::min<int64_t>(params.clusters, count));
 }
 
+// Whether a vcattn_v_order runs k-means, and so has centroids.
+bool uses_clusters(int32_t v_order);
+
 // Bytes that the functions below need for `count` tokens of `stride` floats; the workspace is aligned to 64 bytes or
 // more. kmeans alone needs what VCATTN_ORDER_KMEANS needs. Never fewer for more tokens, so that one workspace for the
 // longest of several sequences serves them all.

@@ -5,6 +5,7 @@
 
 #include "core/recipes.h"
 #include "support.h"
+#include "targets.h"
 
 namespace vcattn::test {
 namespace {
@@ -160,6 +161,36 @@ TEST_P(EveryRecipe, DoesNotDependOnTheNumberOfThreads) {
   p.num_threads = 3;
   ASSERT_EQ(attend(p).code, VCATTN_OK);
   EXPECT_EQ(one.bytes(), three.bytes());
+}
+
+TEST_P(EveryRecipe, IsRightOnEveryInstructionSet) {
+  Tensor q(1, 33, 1, 64), k(1, 300, 1, 64), v(1, 300, 1, 64), out(1, 33, 1, 64);
+  q.fill_normal(55);
+  k.fill_normal(56);
+  v.fill_normal(57);
+  on_every_target([&](int64_t) { EXPECT_LT(attend_error(params(q, k, v, out, name())), error_bound(GetParam())); });
+}
+
+// Scores of millions of octaves: softmax picks its maximum, and nothing may vanish beside it.
+TEST_P(EveryRecipe, StaysFiniteForHugeScores) {
+  for (const float scale : {4500.0f, 3e4f, 3e6f}) {
+    Tensor q(1, 40, 1, 128), k(1, 300, 1, 128), v(1, 300, 1, 128), out(1, 40, 1, 128);
+    q.fill_normal(41, scale);
+    k.fill_normal(42, scale);
+    v.fill_normal(43);
+    ASSERT_EQ(attend(params(q, k, v, out, name())).code, VCATTN_OK);
+    for (int64_t i = 0; i < 40; ++i) {
+      for (const float x : out.row(0, i, 0)) ASSERT_TRUE(std::fabs(x) < 6.0f) << "scale " << scale << " row " << i;
+    }
+  }
+}
+
+TEST_P(EveryRecipe, TakesKeysNearTheLargestBf16) {
+  Tensor q(1, 4, 1, 128), k(1, 40, 1, 128), v(1, 40, 1, 128), out(1, 4, 1, 128);
+  q.fill_normal(44, 1e-37f);
+  k.fill([](int64_t, int64_t s, int64_t, int64_t d) { return (s + d) % 3 == 0 ? 3e37f : 2.9e37f; });
+  v.fill_normal(45);
+  EXPECT_LT(attend_error(params(q, k, v, out, name())), error_bound(GetParam()) * 1.5);
 }
 
 TEST_P(EveryRecipe, HonoursAKeyMask) {
@@ -461,6 +492,66 @@ TEST(Attention, PassesNonFiniteInputsThroughWhenAllowed) {
   }
 }
 
+TEST(Attention, ANonFiniteKeyPoisonsItsHeadAndLse) {
+  Tensor q(1, 3, 2, 64), k(1, 30, 2, 64), v(1, 30, 2, 64), out(1, 3, 2, 64);
+  q.fill_normal(1);
+  k.fill_normal(2);
+  v.fill_normal(3);
+  auto row = k.row(0, 29, 1);
+  row[0] = std::numeric_limits<float>::quiet_NaN();
+  k.set(0, 29, 1, row);
+  std::vector<float> lse(6);
+  auto p = params(q, k, v, out);
+  p.flags = VCATTN_ALLOW_NONFINITE;
+  p.lse = lse.data();
+  p.lse_stride[0] = 6;
+  p.lse_stride[1] = 2;
+  p.lse_stride[2] = 1;
+  ASSERT_EQ(attend(p).code, VCATTN_OK);
+  for (int64_t i = 0; i < 3; ++i) {
+    for (int64_t h = 0; h < 2; ++h) {
+      EXPECT_EQ(std::isnan(lse[i * 2 + h]), h == 1);
+      for (const float x : out.row(0, i, h)) EXPECT_EQ(std::isnan(x), h == 1);
+    }
+  }
+}
+
+TEST(Attention, Fp16ScoresFitAtEveryHeadDim) {
+  for (const int64_t dim : {128, 256}) {
+    Tensor q(1, 2, 1, dim), k(1, 4, 1, dim), v(1, 4, 1, dim), out(1, 2, 1, dim);
+    // After rotation every channel of both holds the operand's limit.
+    q.fill([](int64_t, int64_t, int64_t, int64_t d) { return d == 0 ? 256.0f : 0.0f; });
+    k.fill([](int64_t, int64_t s, int64_t, int64_t d) { return d == 0 ? (s % 2 == 0 ? 256.0f : -256.0f) : 0.0f; });
+    v.fill_normal(3);
+    EXPECT_LT(attend_error(params(q, k, v, out, "fast")), 0.09) << "head_dim " << dim;
+  }
+}
+
+TEST(Attention, WarmGroupingMeetsEmptySegmentsAndOtherLengths) {
+  Tensor v(1, 300, 1, 64);
+  v.fill_normal(3);
+  auto p = params(v, v, v, v);
+  std::vector<int64_t> cu = {0, 0, 300};
+  p.cu_seqlens_q = p.cu_seqlens_kv = cu.data();
+  p.num_segments = 2;
+  std::vector<float> centroids(2 * 64 * 64, std::numeric_limits<float>::quiet_NaN());
+  std::vector<int32_t> permutation(300);
+  for (const int64_t cut : {0, 20, 290, 300}) {
+    cu[1] = cut;
+    size_t bytes;
+    ASSERT_EQ(vcattn_group_workspace_size(&p, &bytes, nullptr), VCATTN_OK);
+    std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(256, (bytes + 255) / 256 * 256), &std::free);
+    ASSERT_EQ(vcattn_group(&p, cut > 0 ? 1 : 0, centroids.data(), permutation.data(), memory.get(), bytes, nullptr),
+              VCATTN_OK);
+    for (const float x : centroids) ASSERT_TRUE(std::isfinite(x)) << "cut " << cut;
+    for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, int64_t{300}}}) {
+      std::vector<int32_t> sorted(permutation.begin() + begin, permutation.begin() + end);
+      std::sort(sorted.begin(), sorted.end());
+      for (size_t i = 0; i < sorted.size(); ++i) ASSERT_EQ(sorted[i], static_cast<int32_t>(i)) << "cut " << cut;
+    }
+  }
+}
+
 // ---- accumulation models
 // --------------------------------------------------------------------------------------------------
 
@@ -504,6 +595,25 @@ TEST(Attention, HopperAccumulationLosesLengthUnlessPromoted) {
   p.recipe.pv_accumulate = VCATTN_ACC_HOPPER;
   ASSERT_EQ(attend(p).code, VCATTN_OK);
   EXPECT_NEAR(out.row(0, 1, 0)[3], 1.0, 1e-5);
+}
+
+TEST(Attention, PromotionHappensWhereItIsAsked) {
+  Tensor q(1, 8, 1, 64), k(1, 1000, 1, 64), v(1, 1000, 1, 64), out(1, 8, 1, 64);
+  q.fill_normal(171);
+  k.fill_normal(172);
+  v.fill_normal(173, 1.0f, 1.0f);
+  auto p = params(q, k, v, out, "fp8_naive");
+  p.recipe.pv_accumulate = VCATTN_ACC_HOPPER;
+  std::vector<double> errors;
+  for (const int32_t keys : {32, 96, 128, 512, 0}) {
+    p.recipe.promote_keys = keys;
+    ASSERT_EQ(attend(p).code, VCATTN_OK);
+    errors.push_back(relative_error(p));
+    if (errors.size() > 1) {
+      EXPECT_NE(errors.back(), errors[errors.size() - 2]) << keys;
+    }
+  }
+  EXPECT_LT(errors.front(), errors.back());
 }
 
 TEST(Attention, HopperAccumulationIsCloseToFp32WhenPromotedEveryTile) {

@@ -1,7 +1,5 @@
 // The vectorised inner loops against scalar definitions, on every instruction set of this machine.
 #include <gtest/gtest.h>
-#include <hwy/highway.h>
-#include <hwy/targets.h>
 
 #include <array>
 #include <cmath>
@@ -15,6 +13,7 @@
 #include "cpu/panel.h"
 #include "cpu/preprocess.h"
 #include "numerics/dot_model.h"
+#include "targets.h"
 #include "vcattn/vcattn.h"
 
 namespace vcattn::cpu {
@@ -27,23 +26,6 @@ using Panel = std::unique_ptr<float[], FreeDelete>;
 
 Panel make_panel(int64_t count) {
   return Panel(static_cast<float*>(std::aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64)));
-}
-
-// Runs test(target) once with each instruction set of this machine, forced.
-template <typename Test>
-void on_every_target(Test test) {
-  std::vector<int64_t> targets;
-  for (int64_t rest = hwy::SupportedTargets() & HWY_TARGETS; rest != 0; rest &= rest - 1)
-    targets.push_back(rest & -rest);
-  for (const int64_t target : targets) {
-    SCOPED_TRACE(hwy::TargetName(target));
-    hwy::SetSupportedTargetsForTest(target);
-    hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-    test(target);
-  }
-  hwy::SetSupportedTargetsForTest(0);
-  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
-  EXPECT_FALSE(targets.empty());
 }
 
 // Highway's x86 instruction sets with fused multiply-add are those from AVX2 on: lower values are wider.
@@ -60,7 +42,7 @@ std::vector<float> random_e4m3(int64_t count, uint32_t seed, int spread) {
 }
 
 TEST(Gemm, SumsInOrderWithFusedMultiplyAdd) {
-  on_every_target([](int64_t target) {
+  test::on_every_target([](int64_t target) {
     int64_t different = 0;
     std::mt19937 random(3);
     std::normal_distribution<float> normal;
@@ -96,7 +78,7 @@ TEST(Gemm, SumsInOrderWithFusedMultiplyAdd) {
 }
 
 TEST(DecodePanel, EqualsTheFormatsForEveryCode) {
-  on_every_target([](int64_t) {
+  test::on_every_target([](int64_t) {
     constexpr int64_t kCount = 256;
     std::array<uint8_t, kCount> codes;
     for (int64_t i = 0; i < kCount; ++i) codes[i] = static_cast<uint8_t>(i);
@@ -112,7 +94,7 @@ TEST(DecodePanel, EqualsTheFormatsForEveryCode) {
 }
 
 TEST(DotModelPanel, EqualsTheScalarDefinitionBitForBit) {
-  on_every_target([](int64_t) {
+  test::on_every_target([](int64_t) {
     for (const int spread : {2, 8, 16}) {
       for (const int64_t k : {16, 32, 128, 144}) {
         constexpr int64_t kM = 5, kN = 48;

@@ -89,13 +89,18 @@ TEST_F(Validation, ProtectsMemory) {
 }
 
 TEST_F(Validation, ChecksScalarsAndFlags) {
-  for (const double scale : {-1.0, std::nan(""), std::numeric_limits<double>::infinity()}) {
+  for (const double scale : {-1.0, 1e38, std::nan(""), std::numeric_limits<double>::infinity()}) {
     const vcattn_attention_params before = p;
     p.softmax_scale = scale;
     EXPECT_EQ(attend(p).code, VCATTN_INVALID_ARGUMENT) << scale;
     p = before;
   }
   refused([&] { p.num_threads = -1; }, VCATTN_INVALID_ARGUMENT, "num_threads is from 0 to 4096; found -1");
+  refused([&] { p.reserved = 7; }, VCATTN_INVALID_ARGUMENT, "params: reserved is 0; found 7");
+  refused([&] { p.k.reserved = -7; }, VCATTN_INVALID_ARGUMENT, "k: reserved is 0; found -7");
+  const uint8_t mask[18] = {};
+  refused([&] { p.key_mask = mask, p.key_mask_stride[1] = -5; }, VCATTN_INVALID_ARGUMENT,
+          "key_mask: stride of seqlen is not negative and fits 64 bits; found -5");
   refused([&] { p.flags = 6; }, VCATTN_INVALID_ARGUMENT, "flags: unknown bits in 0x6");
   refused([&] { p.struct_size = 8; }, VCATTN_INVALID_ARGUMENT,
           "params: struct_size is " + std::to_string(sizeof p) +
@@ -139,6 +144,13 @@ TEST_F(Validation, ChecksTheGrid) {
   EXPECT_EQ(attend(p).message, "grid: 2 + 2 x 2 x 2 tokens exceed seqlen 9");
   p.grid = {0, int64_t{1} << 40, int64_t{1} << 40, 1};
   EXPECT_EQ(attend(p).code, VCATTN_INVALID_ARGUMENT);
+  // A given permutation makes the grid idle in attention, but never in grouping.
+  std::vector<int32_t> permutation(36);
+  for (int i = 0; i < 36; ++i) permutation[i] = i % 9;
+  p.permutation = permutation.data();
+  EXPECT_EQ(attend(p).code, VCATTN_OK);
+  size_t bytes;
+  EXPECT_EQ(vcattn_group_workspace_size(&p, &bytes, nullptr), VCATTN_INVALID_ARGUMENT);
 }
 
 // ---- recipes
@@ -150,6 +162,8 @@ TEST(Recipe, NamesAreListedWhenOneIsUnknown) {
   EXPECT_EQ(vcattn_recipe_by_name("acurate", &r, &message), VCATTN_INVALID_ARGUMENT);
   EXPECT_EQ(std::string(message.text).rfind("no recipe \"acurate\"; there are: accurate, exact, fast, bf16", 0), 0u)
       << message.text;
+  EXPECT_EQ(vcattn_recipe_by_name("a\nb\x7f", &r, &message), VCATTN_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(message.text).rfind("no recipe \"a?b?\"", 0), 0u) << message.text;
   EXPECT_EQ(vcattn_recipe_name(-1), nullptr);
   EXPECT_EQ(vcattn_recipe_name(vcattn_recipe_count()), nullptr);
 }
@@ -231,6 +245,8 @@ TEST(Recipe, NamesTheFieldsThatDisagree) {
       {[](vcattn_recipe& r) { r.grouping.clusters = 0; }, "recipe \"accurate\": clusters is at least 1"},
       {[](vcattn_recipe& r) { r.p_log2_peak = 9.0f; },
        "recipe \"accurate\": p_log2_peak is from 0 to log2(448) = 8.807"},
+      {[](vcattn_recipe& r) { r.promote_keys = 32; },
+       "recipe \"accurate\": row_max tile_octave promotes each tile: promote_keys is 0 or 128"},
       {[](vcattn_recipe& r) { r.promote_keys = 100; },
        "recipe \"accurate\": promote_keys is a multiple of 32, the keys of one instruction"}};
   for (const Case& c : cases) {
@@ -238,6 +254,13 @@ TEST(Recipe, NamesTheFieldsThatDisagree) {
     c.change(p.recipe);
     EXPECT_EQ(attend(p).message, c.message);
   }
+}
+
+TEST(Recipe, TwoLinesIgnoresPhases) {
+  Tensor q(1, 2, 1, 64), k(1, 3, 1, 64), v(1, 3, 1, 64), out(1, 2, 1, 64);
+  auto p = params(q.fill_normal(1), k.fill_normal(2), v.fill_normal(3), out);
+  p.recipe.p_format = VCATTN_P_EXPCAST_TWO_LINES;
+  EXPECT_LT(attend_error(p), 0.09);
 }
 
 TEST(Backend, SaysWhatItRunsOn) {

@@ -99,7 +99,8 @@ typedef enum vcattn_p_format {
 /* What a row's probabilities are measured against. */
 typedef enum vcattn_row_max {
   VCATTN_MAX_RUNNING = 0,        /* exact running maximum */
-  VCATTN_MAX_RUNNING_OCTAVE = 1, /* whole octaves, raised only when a code would exceed 126 */
+  VCATTN_MAX_RUNNING_OCTAVE = 1, /* whole octaves. EXPCAST raises them only when a code would exceed 126 (122 with two
+                                    phases), the other formats as soon as the maximum passes them */
   VCATTN_MAX_TILE_OCTAVE = 2     /* each (row, 128-key tile) by its own whole octaves */
 } vcattn_row_max;
 
@@ -169,7 +170,8 @@ typedef struct vcattn_recipe {
   int32_t mean_centred;  /* 1: each mean also takes up the mean rounding error of its rows */
   int32_t mean_format;   /* vcattn_mean_format */
   int32_t pv_accumulate; /* vcattn_accumulate */
-  int32_t promote_keys;  /* HOPPER: keys between promotions to FP32, a multiple of 32; 0: never */
+  int32_t promote_keys;  /* HOPPER: keys between promotions to FP32, a multiple of 32; 0: never. A maximum per tile
+                            promotes each tile by itself: 0 or 128 */
   vcattn_grouping grouping;
 } vcattn_recipe;
 
@@ -201,7 +203,8 @@ typedef struct vcattn_video_grid {
   int64_t frames, height, width;
 } vcattn_video_grid;
 
-/* Fill with vcattn_attention_params_init, then set what differs.
+/* Fill with vcattn_attention_params_init, then set what differs. Scores are FP32: |softmax_scale q . k| beyond 2^100
+ * overflows, as in any FP32 kernel.
  *
  * out[b, i, h, :] = sum_j softmax_j(softmax_scale * q[b, i, h, :] . k[b, j, g, :]) v[b, j, g, :],
  * g = h / (num_heads / num_heads_kv), over the keys j that the mask or the segment admits. A row that no key is
@@ -214,7 +217,7 @@ typedef struct vcattn_attention_params {
   vcattn_tensor out;       /* [batch, seqlen_q, num_heads, head_dim] */
   float* lse;              /* optional [batch, seqlen_q, num_heads], natural logarithm, of the keys as given */
   int64_t lse_stride[3];   /* in elements */
-  double softmax_scale;    /* > 0; 0 means 1 / sqrt(head_dim) */
+  double softmax_scale;    /* > 0 and at most 2^64; 0 means 1 / sqrt(head_dim) */
   const uint8_t* key_mask; /* optional [batch, seqlen_kv], non-zero admits the key */
   int64_t key_mask_stride[2];
   /* Packed sequences (batch 1): segment s attends from rows cu_seqlens_q[s] .. cu_seqlens_q[s+1] to the same range of
@@ -246,7 +249,8 @@ VCATTN_API vcattn_code vcattn_attention(const vcattn_attention_params* params, v
 /* Computes the order that params->recipe.v_order asks for, from params->v alone (q, k and out are not read).
  * permutation: [batch, num_heads_kv, seqlen_kv]; entry i is the token at position i, numbered within its segment; with
  *   a key mask the admitted tokens come first and the rest of the row is -1.
- * centroids: optional [segments or batch, num_heads_kv, clusters, head_dim]; written, and read first when `warm`. */
+ * centroids: optional [segments or batch, num_heads_kv, clusters, head_dim]; read first when `warm`, then written: 0
+ * beyond the clusters that the tokens fill. */
 VCATTN_API vcattn_code vcattn_group_workspace_size(const vcattn_attention_params* params, size_t* bytes,
                                                    vcattn_message* message);
 VCATTN_API vcattn_code vcattn_group(const vcattn_attention_params* params, int32_t warm, float* centroids,

@@ -7,9 +7,12 @@
 
 namespace vcattn {
 
+// Quotient of non-negative integers, rounded up.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 class Arena {
  public:
-  static constexpr size_t kAlignment = 64;
+  static constexpr int64_t kAlignment = 64;
 
   explicit Arena(std::byte* base) : base_(base) {}
 
@@ -17,7 +20,7 @@ class Arena {
   template <typename T>
   T* take(int64_t count) {
     const size_t offset = used_;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
+    used_ += static_cast<size_t>(ceil_div(count * static_cast<int64_t>(sizeof(T)), kAlignment)) * kAlignment;
     return base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + offset);
   }
 

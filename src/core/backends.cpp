@@ -18,7 +18,7 @@ struct Backend {
 };
 
 bool cpu_available(vcattn_message* reason) {
-  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;  // of those that are compiled in
+  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;                  // of those that are compiled in
   set_message(reason, "runs here with {}", hwy::TargetName(targets & -targets));  // the lowest bit is the best
   return true;
 }

@@ -7,11 +7,15 @@
 
 namespace vcattn {
 
+// One line: control characters are replaced.
 template <typename... Args>
 void set_message(vcattn_message* message, fmt::format_string<Args...> format, Args&&... args) {
   if (message == nullptr) return;
   const auto end = fmt::format_to_n(message->text, sizeof message->text - 1, format, std::forward<Args>(args)...);
   *end.out = '\0';
+  for (char* c = message->text; *c != '\0'; ++c) {
+    if (static_cast<unsigned char>(*c) < ' ' || *c == '\x7f') *c = '?';  // callers' names may hold anything
+  }
 }
 
 template <typename... Args>

@@ -1,11 +1,12 @@
 #include "core/recipes.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <cstring>
 #include <span>
-#include <string>
+#include <string_view>
 
 #include "core/message.h"
 #include "numerics/attention_math.h"
@@ -226,9 +227,25 @@ bool in_range(const Field& field, int32_t value) {
   return value >= 0 && value <= largest;
 }
 
-std::string value_text(const Field& field, int32_t value) {
-  return field.values.empty() || !in_range(field, value) ? std::to_string(value) : field.values[value];
-}
+// Text written into the caller's buffer as far as it goes, and its whole length.
+class Line {
+ public:
+  Line(char* text, size_t size) : text_(text), size_(size) {
+    if (size > 0) text[0] = '\0';
+  }
+  template <typename... Args>
+  void add(fmt::format_string<Args...> format, Args&&... args) {
+    const size_t room = length_ + 1 < size_ ? size_ - 1 - length_ : 0;
+    const auto end = fmt::format_to_n(text_ + (room > 0 ? length_ : 0), room, format, std::forward<Args>(args)...);
+    length_ += end.size;
+    if (size_ > 0) text_[std::min(length_, size_ - 1)] = '\0';
+  }
+  size_t length() const { return length_; }
+
+ private:
+  char* text_;
+  size_t size_, length_ = 0;
+};
 
 template <typename Number>
 bool parse(std::string_view text, Number& number) {
@@ -266,10 +283,11 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
                   field.ref(r));
     }
   }
+  const std::string_view name(r.name, strnlen(r.name, sizeof r.name));
   const auto refuse = [&](const char* why) {
-    return fail(message, VCATTN_INVALID_ARGUMENT, "recipe \"{:.31}\": {}", r.name, why);
+    return fail(message, VCATTN_INVALID_ARGUMENT, "recipe \"{}\": {}", name, why);
   };
-  if (std::memchr(r.name, '\0', sizeof r.name) == nullptr) return refuse("name is not NUL-terminated");
+  if (name.size() == sizeof r.name) return refuse("name is not NUL-terminated");
   if (r.q_scale_span != VCATTN_SPAN_TOKEN && r.q_scale_span != VCATTN_SPAN_BLOCK) {
     return refuse("q_scale_span is token or block");
   }
@@ -296,6 +314,9 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
     return refuse("pv_accumulate hopper needs E4M3 on both sides (p_format and v_format)");
   }
   if (r.promote_keys % 32 != 0) return refuse("promote_keys is a multiple of 32, the keys of one instruction");
+  if (r.row_max == VCATTN_MAX_TILE_OCTAVE && r.promote_keys != 0 && r.promote_keys != kBlockN) {
+    return refuse("row_max tile_octave promotes each tile: promote_keys is 0 or 128");
+  }
   if (!std::isfinite(r.p_log2_peak) || r.p_log2_peak < 0.0f || r.p_log2_peak > 8.81f) {
     return refuse("p_log2_peak is from 0 to log2(448) = 8.807");
   }
@@ -303,9 +324,6 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
     return refuse("row_sum unrounded needs an exponential; ExpCast has none, so its row sums are decoded");
   }
   if (r.p_phases < 1) return refuse("p_phases is 1 or 2");
-  if (r.p_phases == 2 && r.p_format == VCATTN_P_EXPCAST_TWO_LINES) {
-    return refuse("p_phases 2 needs codes to spare above the maximum, which expcast_two_lines has not");
-  }
   if (r.row_max == VCATTN_MAX_TILE_OCTAVE && r.p_format == VCATTN_P_NVFP4) {
     return refuse("row_max tile_octave: p_format nvfp4 has its own scale per tile already");
   }
@@ -333,16 +351,19 @@ vcattn_code vcattn_recipe_by_name(const char* name, vcattn_recipe* recipe, vcatt
   if (name == nullptr || recipe == nullptr) {
     return vcattn::fail(message, VCATTN_INVALID_ARGUMENT, "name and recipe must not be NULL");
   }
-  std::string names;
   for (const vcattn_recipe& candidate : vcattn::kRecipes) {
     if (std::string_view(name) == candidate.name) {
       *recipe = candidate;
       return VCATTN_OK;
     }
-    names += names.empty() ? "" : ", ";
-    names += candidate.name;
   }
-  return vcattn::fail(message, VCATTN_INVALID_ARGUMENT, "no recipe \"{:.40}\"; there are: {}", name, names);
+  constexpr auto kNames = [] {
+    std::array<const char*, vcattn::kRecipes.size()> names{};
+    for (size_t i = 0; i < names.size(); ++i) names[i] = vcattn::kRecipes[i].name;
+    return names;
+  }();
+  return vcattn::fail(message, VCATTN_INVALID_ARGUMENT, "no recipe \"{:.40}\"; there are: {}", name,
+                      fmt::join(kNames, ", "));
 }
 
 vcattn_code vcattn_recipe_set(vcattn_recipe* recipe, const char* field, const char* value, vcattn_message* message) {
@@ -374,16 +395,18 @@ vcattn_code vcattn_recipe_set(vcattn_recipe* recipe, const char* field, const ch
 size_t vcattn_recipe_describe(const vcattn_recipe* recipe, char* text, size_t size) {
   using namespace vcattn;
   vcattn_recipe r = *recipe;
-  r.name[sizeof r.name - 1] = '\0';
-  std::string line = fmt::format("name={}", r.name);
-  for (const Field& field : kFields) line += fmt::format(" {}={}", field.name, value_text(field, field.ref(r)));
-  line += fmt::format(" {}={} {}={}", kPeakField, r.p_log2_peak, kSeedField, r.grouping.seed);
-  if (size > 0) {
-    const size_t length = std::min(line.size(), size - 1);
-    std::memcpy(text, line.data(), length);
-    text[length] = '\0';
+  Line line(text, size);
+  line.add("name={}", std::string_view(r.name, strnlen(r.name, sizeof r.name)));
+  for (const Field& field : kFields) {
+    const int32_t value = field.ref(r);
+    if (!field.values.empty() && in_range(field, value)) {
+      line.add(" {}={}", field.name, field.values[value]);
+    } else {
+      line.add(" {}={}", field.name, value);
+    }
   }
-  return line.size();
+  line.add(" {}={} {}={}", kPeakField, r.p_log2_peak, kSeedField, r.grouping.seed);
+  return line.length();
 }
 
 }  // extern "C"

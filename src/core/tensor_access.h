@@ -1,7 +1,6 @@
 // Rows of a caller's tensor as FP32, whatever its dtype and strides.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #include "numerics/formats.h"
@@ -37,8 +36,7 @@ inline void load_row(const vcattn_tensor& t, int64_t batch, int64_t token, int64
   const int64_t dim = t.shape[3], stride = t.stride[3];
   switch (t.dtype) {
     case VCATTN_BF16:
-      return detail::gather_row(static_cast<const uint16_t*>(t.data) + offset, stride, dim, out,
-                                [](uint16_t code) { return std::bit_cast<float>(uint32_t{code} << 16); });
+      return detail::gather_row(static_cast<const uint16_t*>(t.data) + offset, stride, dim, out, decode_bf16);
     case VCATTN_FP16:
       return detail::gather_row(static_cast<const uint16_t*>(t.data) + offset, stride, dim, out, decode_fp16);
     default:

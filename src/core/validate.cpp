@@ -44,22 +44,25 @@ vcattn_code validate_rows(const char* name, int64_t a, int64_t b, int64_t c, vca
 }
 
 vcattn_code validate_tensor(const vcattn_tensor& t, const char* name, vcattn_message* message) {
-  const auto invalid = [&](const char* format, auto... args) {
-    return fail(message, VCATTN_INVALID_ARGUMENT, "{}: {}", name, fmt::format(fmt::runtime(format), args...));
-  };
-  if (t.data == nullptr) return invalid("data is NULL");
+  constexpr vcattn_code kInvalid = VCATTN_INVALID_ARGUMENT;
+  if (t.data == nullptr) return fail(message, kInvalid, "{}: data is NULL", name);
   if (t.dtype != VCATTN_BF16 && t.dtype != VCATTN_FP16 && t.dtype != VCATTN_FP32) {
-    return invalid("dtype is BF16 (1), FP16 (2) or FP32 (3); found {}", t.dtype);
+    return fail(message, kInvalid, "{}: dtype is BF16 (1), FP16 (2) or FP32 (3); found {}", name, t.dtype);
   }
+  if (t.reserved != 0) return fail(message, kInvalid, "{}: reserved is 0; found {}", name, t.reserved);
   for (int axis = 0; axis < 4; ++axis) {
-    if (t.shape[axis] < 1) return invalid("{} is at least 1; found {}", kAxis[axis], t.shape[axis]);
-    if (t.stride[axis] < 0) return invalid("stride of {} is not negative; found {}", kAxis[axis], t.stride[axis]);
+    if (t.shape[axis] < 1) {
+      return fail(message, kInvalid, "{}: {} is at least 1; found {}", name, kAxis[axis], t.shape[axis]);
+    }
+    if (t.stride[axis] < 0) {
+      return fail(message, kInvalid, "{}: stride of {} is not negative; found {}", name, kAxis[axis], t.stride[axis]);
+    }
   }
   if (reinterpret_cast<uintptr_t>(t.data) % element_size(t.dtype) != 0) {
-    return invalid("data is aligned to its element size of {} bytes", element_size(t.dtype));
+    return fail(message, kInvalid, "{}: data is aligned to its element size of {} bytes", name, element_size(t.dtype));
   }
   int64_t bytes;
-  if (!byte_extent(t, bytes)) return invalid("shape times stride overflows 64 bits");
+  if (!byte_extent(t, bytes)) return fail(message, kInvalid, "{}: shape times stride overflows 64 bits", name);
   return validate_rows(name, t.shape[0], t.shape[1], t.shape[2], message);
 }
 
@@ -165,7 +168,7 @@ vcattn_code validate_segments(const vcattn_attention_params& p, bool needs_q, vc
 }
 
 vcattn_code validate_grid(const vcattn_attention_params& p, vcattn_message* message) {
-  if (p.recipe.v_order != VCATTN_ORDER_CUBE || p.permutation != nullptr) return VCATTN_OK;
+  if (p.recipe.v_order != VCATTN_ORDER_CUBE) return VCATTN_OK;
   const vcattn_video_grid& g = p.grid;
   int64_t tokens, end;
   if (g.frames < 1 || g.height < 1 || g.width < 1 || g.first_token < 0) {
@@ -184,6 +187,29 @@ vcattn_code validate_grid(const vcattn_attention_params& p, vcattn_message* mess
   return VCATTN_OK;
 }
 
+vcattn_code validate_mask(const vcattn_attention_params& p, vcattn_message* message) {
+  if (p.key_mask == nullptr) return VCATTN_OK;
+  int64_t last = 0;
+  for (int axis = 0; axis < 2; ++axis) {
+    int64_t span;
+    if (p.key_mask_stride[axis] < 0 || __builtin_mul_overflow(p.v.shape[axis] - 1, p.key_mask_stride[axis], &span) ||
+        __builtin_add_overflow(last, span, &last)) {
+      return fail(message, VCATTN_INVALID_ARGUMENT, "key_mask: stride of {} is not negative and fits 64 bits; found {}",
+                  kAxis[axis], p.key_mask_stride[axis]);
+    }
+  }
+  return VCATTN_OK;
+}
+
+// Scores are scaled by 8 log2(e) softmax_scale in FP32: beyond this they overflow whatever q and k are.
+constexpr double kMaxSoftmaxScale = 0x1p64;
+
+vcattn_code validate_softmax_scale(double scale, vcattn_message* message) {
+  if (scale >= 0.0 && scale <= kMaxSoftmaxScale) return VCATTN_OK;
+  return fail(message, VCATTN_INVALID_ARGUMENT,
+              "softmax_scale is positive and at most 2^64, or 0 for 1/sqrt(head_dim); found {}", scale);
+}
+
 vcattn_code validate_common(const vcattn_attention_params* params, vcattn_message* message) {
   if (params == nullptr) return fail(message, VCATTN_INVALID_ARGUMENT, "params is NULL");
   if (params->struct_size != sizeof(vcattn_attention_params)) {
@@ -200,6 +226,9 @@ vcattn_code validate_common(const vcattn_attention_params* params, vcattn_messag
   if ((params->flags & ~uint32_t{VCATTN_ALLOW_NONFINITE}) != 0) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "flags: unknown bits in {:#x}", params->flags);
   }
+  if (params->reserved != 0) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "params: reserved is 0; found {}", params->reserved);
+  }
   if (const vcattn_code code = validate_recipe(params->recipe, message); code != VCATTN_OK) return code;
   if (const vcattn_code code = validate_tensor(params->v, "v", message); code != VCATTN_OK) return code;
   if (params->v.shape[1] > std::numeric_limits<int32_t>::max()) {
@@ -210,7 +239,7 @@ vcattn_code validate_common(const vcattn_attention_params* params, vcattn_messag
     return fail(message, VCATTN_UNSUPPORTED, "v: head_dim is at most {}; found {}", VCATTN_MAX_HEAD_DIM,
                 params->v.shape[3]);
   }
-  return validate_grid(*params, message);
+  return validate_mask(*params, message);
 }
 
 void fill_problem(const vcattn_attention_params& p, Problem& problem) {
@@ -263,10 +292,9 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
   code = validate_shapes(p, message);
   if (code == VCATTN_OK) code = validate_segments(p, true, message);
   if (code != VCATTN_OK) return code;
-  if (!(p.softmax_scale >= 0.0) || !std::isfinite(p.softmax_scale)) {
-    return fail(message, VCATTN_INVALID_ARGUMENT,
-                "softmax_scale is positive and finite, or 0 for 1/sqrt(head_dim); found {}", p.softmax_scale);
-  }
+  code = validate_softmax_scale(p.softmax_scale, message);
+  if (code == VCATTN_OK && p.permutation == nullptr) code = validate_grid(p, message);
+  if (code != VCATTN_OK) return code;
   if (self_overlapping(p.out.shape, p.out.stride, 4)) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "out: strides [{}] make elements overlap",
                 fmt::join(p.out.stride, ", "));
@@ -288,6 +316,7 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
 vcattn_code validate_grouping(const vcattn_attention_params* params, Problem& problem, vcattn_message* message) {
   vcattn_code code = validate_common(params, message);
   if (code == VCATTN_OK) code = validate_segments(*params, false, message);
+  if (code == VCATTN_OK) code = validate_grid(*params, message);
   if (code != VCATTN_OK) return code;
   fill_problem(*params, problem);
   return VCATTN_OK;

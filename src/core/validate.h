@@ -16,6 +16,12 @@ struct Problem {
   int num_threads;
 
   bool packed() const { return params->cu_seqlens_q != nullptr; }
+  bool allows_nonfinite() const { return (params->flags & VCATTN_ALLOW_NONFINITE) != 0; }
+  // Whether the key mask lets `token` of batch entry `batch_index` take part.
+  bool admits(int64_t batch_index, int64_t token) const {
+    const vcattn_attention_params& p = *params;
+    return p.key_mask == nullptr || p.key_mask[batch_index * p.key_mask_stride[0] + token * p.key_mask_stride[1]] != 0;
+  }
 };
 
 vcattn_code validate_attention(const vcattn_attention_params* params, Problem& problem, vcattn_message* message);

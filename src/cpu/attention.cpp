@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "core/arena.h"
 #include "core/recipes.h"
 #include "core/tensor_access.h"
 #include "cpu/dot_model_panel.h"
@@ -253,7 +254,7 @@ class QueryBlock {
       if (recipe_.v_hadamard != 0) hadamard_row(out, v_dim);
       double lse = row_lse(recipe_, reference_[i], scratch_.sums[i]);
       if (p.lse != nullptr) lse += qkv_.lse_shift[place_ + i];
-      if ((p.flags & VCATTN_ALLOW_NONFINITE) != 0) poison(i, slot, out, lse);
+      if (problem_.allows_nonfinite()) poison(i, slot, out, lse);
       store(i, out, lse);
     }
   }
@@ -312,7 +313,7 @@ void attend(const Problem& problem, const Plan& plan) {
       write_empty(problem, sequence);
       continue;
     }
-    const int64_t blocks = (sequence.q_count + kBlockM - 1) / kBlockM;
+    const int64_t blocks = ceil_div(sequence.q_count, kBlockM);
     oneapi::tbb::parallel_for(int64_t{0}, problem.num_heads * blocks,
                               [&](int64_t item) { QueryBlock(problem, plan, s, item / blocks, item % blocks).run(); });
   }

@@ -25,9 +25,12 @@ int64_t first_bad_token(const vcattn_tensor& t, Reads reads) {
     float row[VCATTN_MAX_HEAD_DIM];
     for (int64_t head = 0; head < t.shape[2]; ++head) {
       load_row(t, batch, token, head, row);
-      float zero = 0.0f;  // stays 0 for finite rows: one vector pass instead of a branch an element
-      for (int64_t d = 0; d < t.shape[3]; ++d) zero += row[d] * 0.0f;
-      if (zero == 0.0f) continue;
+      // Exponents all ones: one vector pass instead of a branch an element.
+      uint32_t bad = 0;
+      for (int64_t d = 0; d < t.shape[3]; ++d) {
+        bad |= static_cast<uint32_t>((bits_from_float(row[d]) & kFloatInfinity) == kFloatInfinity);
+      }
+      if (bad == 0) continue;
       int64_t seen = first.load(std::memory_order_relaxed);
       while (index < seen && !first.compare_exchange_weak(seen, index, std::memory_order_relaxed)) {
       }
@@ -57,27 +60,23 @@ vcattn_code check_tensor(const vcattn_tensor& t, const char* name, Reads reads, 
   return bad == kNone ? VCATTN_OK : report(t, name, bad, message);
 }
 
-bool admitted(const vcattn_attention_params& p, int64_t batch, int64_t token) {
-  return p.key_mask == nullptr || p.key_mask[batch * p.key_mask_stride[0] + token * p.key_mask_stride[1]] != 0;
-}
-
 }  // namespace
 
 vcattn_code check_finite_values(const Problem& problem, vcattn_message* message) {
   const vcattn_attention_params& p = *problem.params;
-  if ((p.flags & VCATTN_ALLOW_NONFINITE) != 0) return VCATTN_OK;
+  if (problem.allows_nonfinite()) return VCATTN_OK;
   return check_tensor(
-      p.v, "v", [&](int64_t b, int64_t t) { return admitted(p, b, t); }, message);
+      p.v, "v", [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
 }
 
 vcattn_code check_finite(const Problem& problem, vcattn_message* message) {
   const vcattn_attention_params& p = *problem.params;
-  if ((p.flags & VCATTN_ALLOW_NONFINITE) != 0) return VCATTN_OK;
+  if (problem.allows_nonfinite()) return VCATTN_OK;
   const vcattn_code q = check_tensor(
       p.q, "q", [](int64_t, int64_t) { return true; }, message);
   if (q != VCATTN_OK) return q;
   const vcattn_code k = check_tensor(
-      p.k, "k", [&](int64_t b, int64_t t) { return admitted(p, b, t); }, message);
+      p.k, "k", [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
   return k != VCATTN_OK ? k : check_finite_values(problem, message);
 }
 
@@ -87,7 +86,7 @@ vcattn_code check_permutation(const Problem& problem, const Plan& plan, vcattn_m
   for (int64_t s = 0; s < problem.num_sequences; ++s) {
     const Sequence sequence = sequence_at(problem, s);
     int64_t keys = 0;
-    for (int64_t token = 0; token < sequence.kv_count; ++token) keys += admitted(p, sequence.batch, token) ? 1 : 0;
+    for (int64_t token = 0; token < sequence.kv_count; ++token) keys += problem.admits(sequence.batch, token) ? 1 : 0;
     for (int64_t head = 0; head < problem.num_heads_kv; ++head) {
       const int32_t* order =
           p.permutation + (sequence.batch * problem.num_heads_kv + head) * problem.seqlen_kv + sequence.kv_begin;
@@ -95,7 +94,7 @@ vcattn_code check_permutation(const Problem& problem, const Plan& plan, vcattn_m
       for (int64_t i = 0; i < keys; ++i) {
         const int32_t token = order[i];
         const bool inside = token >= 0 && token < sequence.kv_count;
-        if (inside && admitted(p, sequence.batch, token) && plan.head.seen[token] == 0) {
+        if (inside && problem.admits(sequence.batch, token) && plan.head.seen[token] == 0) {
           plan.head.seen[token] = 1;
           continue;
         }

@@ -11,7 +11,7 @@ inline constexpr int kPanelAlign = 16;
 
 // c[m, n] = a[m, k] * b[k, n], plus c where `accumulate`. All row-major with leading dimensions in floats.
 // n, ldb and ldc are multiples of kPanelAlign; b and c are aligned to 64 bytes. Products are summed along k in order,
-// in FP32 with fused multiply-add.
+// in FP32, fused where the instruction set can.
 void gemm_f32(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
               int64_t ldc, bool accumulate);
 

@@ -44,10 +44,6 @@ void load_operands(const Problem& problem, int64_t batch, int64_t head, HeadOper
   });
 }
 
-bool admitted(const vcattn_attention_params& p, int64_t batch, int64_t key) {
-  return p.key_mask == nullptr || p.key_mask[batch * p.key_mask_stride[0] + key * p.key_mask_stride[1]] != 0;
-}
-
 void oracle_row(const Problem& problem, const HeadOperands& operands, int64_t batch, int64_t query, int64_t head,
                 double* out, double* lse) {
   const vcattn_attention_params& p = *problem.params;
@@ -63,7 +59,7 @@ void oracle_row(const Problem& problem, const HeadOperands& operands, int64_t ba
   }
   double largest = -std::numeric_limits<double>::infinity();
   for (size_t j = 0; j < scores.size(); ++j) {
-    if (!admitted(p, batch, range.begin + static_cast<int64_t>(j))) {
+    if (!problem.admits(batch, range.begin + static_cast<int64_t>(j))) {
       scores[j] = -std::numeric_limits<double>::infinity();
     }
     largest = std::max(largest, scores[j]);

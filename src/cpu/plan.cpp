@@ -13,8 +13,6 @@
 namespace vcattn::cpu {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t padded_dim(int64_t head_dim, bool rotated) {
   const int64_t multiple = ceil_div(head_dim, kPanelAlign) * kPanelAlign;
   return rotated ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(multiple))) : multiple;
@@ -79,7 +77,7 @@ Plan make_plan(const Problem& problem, std::byte* workspace) {
   const int64_t kv_heads = problem.num_heads_kv * problem.num_sequences;
   const int64_t k_elements = kv_tiles * qkv.dim * kBlockN, v_elements = kv_tiles * kBlockN * qkv.v_dim;
   const bool qk_fp4 = r.qk_format == VCATTN_FORMAT_NVFP4, v_fp4 = r.v_format == VCATTN_FORMAT_NVFP4;
-  const bool poison = (problem.params->flags & VCATTN_ALLOW_NONFINITE) != 0;
+  const bool poison = problem.allows_nonfinite();
   qkv.q = arena.take<std::byte>(q_rows * qkv.dim * stored_size(r.qk_format));
   qkv.q_groups = arena.take<uint8_t>(qk_fp4 ? q_rows * qkv.dim / kFp4Group : 0);
   qkv.q_factor = arena.take<float>(q_rows);
@@ -102,8 +100,9 @@ Plan make_plan(const Problem& problem, std::byte* workspace) {
   plan_grouping(problem, qkv.v_dim, arena, head);
   head.seen = arena.take<uint8_t>(problem.params->permutation != nullptr ? head.max_keys : 0);
   head.rows = arena.take<float>(head.max_keys * std::max(qkv.dim, qkv.v_dim));
-  head.partial_sums = arena.take<double>(ceil_div(head.max_keys, kStatisticsRows) * qkv.dim);
-  head.k_mean = arena.take<float>(kv_heads * qkv.dim);
+  const int64_t centred = r.k_centred != 0 ? 1 : 0;
+  head.partial_sums = arena.take<double>(centred * ceil_div(head.max_keys, kStatisticsRows) * qkv.dim);
+  head.k_mean = arena.take<float>(centred * kv_heads * qkv.dim);
   head.tile_abs_max = arena.take<float>(ceil_div(head.max_keys, kBlockN) * std::max(qkv.dim, qkv.v_dim));
   head.channel_encode = arena.take<float>(qkv.v_dim);
 

@@ -8,14 +8,13 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/arena.h"
 #include "core/tensor_access.h"
 #include "core/validate.h"
 #include "cpu/plan.h"
 #include "vcattn/vcattn.h"
 
 namespace vcattn::cpu {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // One (sequence, head of K and V), whose tokens lie in head.rows.
 struct Head {
@@ -28,7 +27,6 @@ struct Head {
   int64_t tiles() const { return ceil_div(sequence.keys, kBlockN); }
   int64_t first_tile() const { return kv_head * plan.qkv.tiles + sequence.tile; }
   int64_t slot() const { return kv_head * plan.qkv.num_sequences + index; }
-  bool poisons() const { return (problem.params->flags & VCATTN_ALLOW_NONFINITE) != 0; }
 };
 
 // 128 query rows of one head.
@@ -67,17 +65,21 @@ void clean_row(float* row, int64_t count, Poisoned poisoned) {
   }
 }
 
-// rows[keys, dim] = the admitted tokens of one head, zero-padded.
+// rows[sequence.keys, dim] = the admitted tokens of one head of k or v, zero-padded. Where non-finite input is allowed
+// it becomes 0 and is reported.
 template <typename Poisoned>
-void load_head(const Head& h, const vcattn_tensor& tensor, int64_t dim, Poisoned poisoned) {
-  const HeadScratch& scratch = h.plan.head;
-  oneapi::tbb::parallel_for(int64_t{0}, h.sequence.keys, [&](int64_t i) {
-    float* row = scratch.rows + i * dim;
-    load_row(tensor, h.sequence.batch, h.sequence.kv_begin + scratch.admitted[i], h.kv_head, row);
-    std::fill(row + h.problem.head_dim, row + dim, 0.0f);
-    if (h.poisons()) clean_row(row, h.problem.head_dim, poisoned);
+void gather_tokens(const Problem& problem, const Sequence& sequence, const vcattn_tensor& tensor, int64_t head,
+                   const int32_t* admitted, int64_t dim, float* rows, Poisoned poisoned) {
+  oneapi::tbb::parallel_for(int64_t{0}, sequence.keys, [&](int64_t i) {
+    float* row = rows + i * dim;
+    load_row(tensor, sequence.batch, sequence.kv_begin + admitted[i], head, row);
+    std::fill(row + problem.head_dim, row + dim, 0.0f);
+    if (problem.allows_nonfinite()) clean_row(row, problem.head_dim, poisoned);
   });
 }
+
+// Writes to `admitted` the tokens of the sequence that take part, ascending; returns their number.
+int64_t admit(const Problem& problem, const Sequence& sequence, int32_t* admitted);
 
 // rows[count, dim] times the normalised Hadamard matrix.
 void rotate_rows(float* rows, int64_t count, int64_t dim);

@@ -50,10 +50,10 @@ float key_tile_maxima(const Head& h) {
   return abs_max(scratch.tile_abs_max, h.tiles());
 }
 
-Scale key_scale(const vcattn_recipe& recipe, float tile_max, float head_max) {
+Scale key_scale(const vcattn_recipe& recipe, int64_t dim, float tile_max, float head_max) {
   const float largest = recipe.k_scale_span == VCATTN_SPAN_HEAD ? head_max : tile_max;
   if (recipe.qk_scale_kind == VCATTN_SCALE_POW2_F16) {
-    const int exponent = pow2_exponent(head_max);
+    const int exponent = pow2_exponent(head_max, f16_key_max(dim));
     return {std::ldexp(1.0f, -exponent), std::ldexp(1.0f, exponent)};
   }
   switch (recipe.qk_format) {
@@ -75,7 +75,7 @@ void quantise_keys(const Head& h) {
   const float head_max = key_tile_maxima(h);
   parallel_for(int64_t{0}, h.tiles(), [&](int64_t tile) {
     const int64_t at = h.first_tile() + tile;
-    const Scale scale = key_scale(h.recipe, scratch.tile_abs_max[tile], head_max);
+    const Scale scale = key_scale(h.recipe, dim, scratch.tile_abs_max[tile], head_max);
     qkv.k_descale[at] = scale.descale;
     std::byte* codes = qkv.k + at * dim * kBlockN * size;
     uint8_t* groups = qkv.k_groups + at * (dim / kFp4Group) * kBlockN;
@@ -101,7 +101,8 @@ void quantise_keys(const Head& h) {
 
 void prepare_keys(const Head& h) {
   const QuantizedQkv& qkv = h.plan.qkv;
-  load_head(h, h.problem.params->k, qkv.dim, [&](int64_t) { set_flag(qkv.k_poison[h.slot()]); });
+  gather_tokens(h.problem, h.sequence, h.problem.params->k, h.kv_head, h.plan.head.admitted, qkv.dim, h.plan.head.rows,
+                [&](int64_t) { set_flag(qkv.k_poison[h.slot()]); });
   if (h.recipe.k_centred != 0) centre_keys(h, h.plan.head.k_mean + h.slot() * qkv.dim);
   if (h.recipe.qk_hadamard != 0) rotate_rows(h.plan.head.rows, h.sequence.keys, qkv.dim);
   quantise_keys(h);

@@ -12,7 +12,7 @@ namespace {
 
 void load_queries(const QueryRows& b) {
   const QuantizedQkv& qkv = b.plan.qkv;
-  const bool poisons = (b.problem.params->flags & VCATTN_ALLOW_NONFINITE) != 0;
+  const bool poisons = b.problem.allows_nonfinite();
   std::fill(b.rows, b.rows + kBlockM * qkv.dim, 0.0f);
   for (int64_t i = 0; i < b.count; ++i) {
     float* row = b.rows + i * qkv.dim;
@@ -66,7 +66,7 @@ Scale query_scale(const QueryRows& b, float largest) {
 Scale query_pow2_scale(const QueryRows& b, float largest, float code_units) {
   const QuantizedQkv& qkv = b.plan.qkv;
   const float k_descale = qkv.k_descale[b.kv_head() * qkv.tiles + b.sequence.tile];
-  const int exponent = std::max(pow2_exponent(largest * code_units), -std::ilogb(k_descale));
+  const int exponent = std::max(pow2_exponent(largest * code_units, kF16QueryMax), -std::ilogb(k_descale));
   return {code_units * std::ldexp(1.0f, -exponent), std::ldexp(1.0f, exponent)};
 }
 

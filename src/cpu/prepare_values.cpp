@@ -167,8 +167,8 @@ void order_from_permutation(const Head& h) {
 void prepare_values(const Head& h) {
   const QuantizedQkv& qkv = h.plan.qkv;
   const HeadScratch& scratch = h.plan.head;
-  load_head(h, h.problem.params->v, qkv.v_dim,
-            [&](int64_t channel) { set_flag(qkv.v_poison[h.slot() * qkv.v_dim + channel]); });
+  gather_tokens(h.problem, h.sequence, h.problem.params->v, h.kv_head, scratch.admitted, qkv.v_dim, scratch.rows,
+                [&](int64_t channel) { set_flag(qkv.v_poison[h.slot() * qkv.v_dim + channel]); });
   if (h.problem.params->permutation != nullptr) {
     order_from_permutation(h);
   } else {

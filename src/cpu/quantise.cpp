@@ -1,7 +1,6 @@
 #include "cpu/quantise.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 
 #include "vcattn/vcattn.h"
@@ -50,13 +49,11 @@ void quantise_line(int32_t format, const float* values, int64_t count, float enc
 float stored_value(int32_t format, const void* codes, int64_t index) {
   switch (format) {
     case VCATTN_FORMAT_BF16:
-      return std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(codes)[index]} << 16);
+      return decode_bf16(static_cast<const uint16_t*>(codes)[index]);
     case VCATTN_FORMAT_E4M3:
       return decode_e4m3(static_cast<const uint8_t*>(codes)[index]);
     case VCATTN_FORMAT_NVFP4:
       return decode_e2m1(static_cast<const uint8_t*>(codes)[index]);
-    case VCATTN_FORMAT_INT8:
-      return static_cast<const int8_t*>(codes)[index];
     default:
       return static_cast<const float*>(codes)[index];
   }

@@ -8,13 +8,12 @@
 
 namespace vcattn::cpu {
 
-// Where one code goes: `element(i)` is the code of value i, `group(i)` the NVFP4 scale of its group.
-// count values, of which value i lies at codes[i * stride] and its group's scale at groups[i / 16 * group_stride].
-// Non-NVFP4 formats ignore `groups`. FP32 and BF16 are stored as they are, without `encode`.
+// Stores `count` values: the code of values[i] * encode at codes[i * stride], and for NVFP4 the scale of its group at
+// groups[i / 16 * group_stride]; other formats ignore `groups`. FP32 and BF16 are stored without `encode`.
 void quantise_line(int32_t format, const float* values, int64_t count, float encode, void* codes, int64_t stride,
                    uint8_t* groups, int64_t group_stride);
 
-// The value that a code of `format` at `codes[index]` stands for, before descale and group scale.
+// The value that the code of a V format at codes[index] stands for, before descale and group scale.
 float stored_value(int32_t format, const void* codes, int64_t index);
 
 float abs_max(const float* values, int64_t count);

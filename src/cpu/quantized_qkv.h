@@ -9,7 +9,8 @@
 
 namespace vcattn::cpu {
 
-inline constexpr int kBlockM = 128;  // query rows of one work item
+inline constexpr int kBlockM = kScaleRows;  // query rows of one work item: those under one block scale
+static_assert(kBlockN == kScaleRows, "a tile of keys is what one block scale of K covers");
 
 // One batch entry, or one packed segment.
 struct Sequence {

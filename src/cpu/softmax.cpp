@@ -71,6 +71,10 @@ HWY_INLINE V decode_codes(V code) {
   return hn::IfThenElse(hn::Lt(code, hn::Set(f, 8.0f)), hn::Mul(code, hn::Set(f, 0x1p-9f)), normal);
 }
 
+// score * factor - reference. The product is rounded as the reference was, so that the maximum gives exactly 0, and
+// constants are added afterwards: next to a large reference they would vanish.
+HWY_INLINE V below(V score, V factor, V reference) { return hn::Sub(hn::Mul(score, factor), reference); }
+
 HWY_INLINE V clamp(V x, float low, float high) {
   const F f;
   return hn::Min(hn::Max(x, hn::Set(f, low)), hn::Set(f, high));
@@ -95,8 +99,8 @@ class Row {
     return hn::GetLane(hn::MaxOfLanes(f, max));
   }
 
-  // Replaces each score s by to_probability(s, term), and padding by 0. With kSumTerms the sums are over what `term`
-  // was set to, else over the probabilities.
+  // Replaces the scores s from key `first` on by to_probability(s, first, term), and padding by 0. With kSumTerms the
+  // sums are over what `term` was set to, else over the probabilities.
   template <bool kSumTerms, typename ToProbability>
   HWY_INLINE void map(float* group_sums, ToProbability to_probability) {
     const F f;
@@ -105,7 +109,8 @@ class Row {
       for (int w = 0; w < kVectorsPerGroup; ++w) {
         const int v = g * kVectorsPerGroup + w;
         V term = hn::Zero(f);
-        const auto p = hn::IfThenElseZero(valid(v), to_probability(hn::Load(f, scores_ + v * kLanes), term));
+        const auto p =
+            hn::IfThenElseZero(valid(v), to_probability(hn::Load(f, scores_ + v * kLanes), v * kLanes, term));
         hn::Store(p, f, scores_ + v * kLanes);
         sum = hn::Add(sum, kSumTerms ? hn::IfThenElseZero(valid(v), term) : p);
       }
@@ -125,8 +130,8 @@ class Row {
 
 // ---- ExpCast -------------------------------------------------------------------------------------------------------
 
-// Rounds score * factor to the nearest whole number once, as the fused multiply-add onto 1.5 * 2^23 does; products
-// that large already have coarser spacing than 1 and need none.
+// Rounds score * factor to the nearest whole number once, as the fused multiply-add onto 1.5 * 2^23 does (twice on
+// instruction sets without one); products that large already have coarser spacing than 1 and need none.
 HWY_INLINE V rounded_codes(V score, V factor) {
   const F f;
   const auto magic = hn::Set(f, kRoundMagic);
@@ -143,21 +148,25 @@ HWY_INLINE float rounded_code(float score, float factor) {
 // ceil(code / 8) for a whole code.
 HWY_INLINE float code_octaves(float code) { return std::ceil(code / kCodesPerOctave); }
 
-// What lanes 0, 1, 2, ... of a vector add to their codes and carry in sums: keys of even and odd phase.
+// What the keys of a tile add to their codes and carry in sums: even and odd ones in turn.
 struct Phases {
-  V codes, weights;
-};
+  alignas(64) float codes[16], weights[16];
 
-HWY_INLINE Phases phases_of(const vcattn_recipe& recipe) {
-  const F f;
-  if (!has_phases(recipe)) return {hn::Zero(f), hn::Set(f, 1.0f)};
-  return {hn::OddEven(hn::Set(f, static_cast<float>(kPhaseCodes)), hn::Zero(f)),
-          hn::OddEven(hn::Set(f, kPhaseFactor), hn::Set(f, 1.0f))};
-}
+  explicit Phases(const vcattn_recipe& recipe) {
+    const bool two = has_phases(recipe);
+    for (int key = 0; key < 16; ++key) {
+      codes[key] = two && key % 2 == 1 ? kPhaseCodes : 0;
+      weights[key] = two && key % 2 == 1 ? kPhaseFactor : 1.0f;
+    }
+  }
+  // For the lanes from key `first` on.
+  HWY_INLINE V codes_at(int first) const { return hn::Load(F(), codes + first % 16); }
+  HWY_INLINE V weights_at(int first) const { return hn::Load(F(), weights + first % 16); }
+};
 
 void expcast_running(const vcattn_recipe& recipe, const SoftmaxTile& t) {
   const F f;
-  const Phases phases = phases_of(recipe);
+  const Phases phases(recipe);
   for (int64_t r = 0; r < t.rows; ++r) {
     Row row(t.scores + r * kBlockN, t.keys);
     const float before = t.reference[r];
@@ -166,11 +175,12 @@ void expcast_running(const vcattn_recipe& recipe, const SoftmaxTile& t) {
     t.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, (before - reference) / kCodesPerOctave)));
     t.weight[r] = 1.0f;
     const auto factor = hn::Set(f, t.factor[r]);
-    const auto offset = hn::Set(f, kExpCastIntercept - reference);
-    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, V& weighted) {
-      const auto code = clamp(hn::Round(hn::MulAdd(s, factor, offset)), -kPhaseCodes, kExpCastPeak);
-      const auto p = decode_codes(hn::Max(hn::Add(code, phases.codes), hn::Zero(f)));
-      weighted = hn::Mul(p, phases.weights);
+    const auto maximum = hn::Set(f, reference);
+    const auto intercept = hn::Set(f, kExpCastIntercept);
+    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, int first, V& weighted) {
+      const auto code = clamp(hn::Round(hn::Add(below(s, factor, maximum), intercept)), -kPhaseCodes, kExpCastPeak);
+      const auto p = decode_codes(hn::Max(hn::Add(code, phases.codes_at(first)), hn::Zero(f)));
+      weighted = hn::Mul(p, phases.weights_at(first));
       return p;
     });
   }
@@ -180,7 +190,7 @@ void expcast_running(const vcattn_recipe& recipe, const SoftmaxTile& t) {
 template <bool kTile>
 void expcast_octave(const vcattn_recipe& recipe, const SoftmaxTile& t) {
   const F f;
-  const Phases phases = phases_of(recipe);
+  const Phases phases(recipe);
   const int largest_code = kExpCastMaxCode - (has_phases(recipe) ? kPhaseCodes : 0);
   for (int64_t r = 0; r < t.rows; ++r) {
     Row row(t.scores + r * kBlockN, t.keys);
@@ -194,10 +204,12 @@ void expcast_octave(const vcattn_recipe& recipe, const SoftmaxTile& t) {
     t.rescale[r] = pow2(before - running);
     t.weight[r] = pow2(octave - running);
     const auto factor = hn::Set(f, t.factor[r]);
-    const auto offset = hn::Add(hn::Set(f, kExpCastPeak - kCodesPerOctave * octave), phases.codes);
-    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, V& weighted) {
-      const auto p = decode_codes(clamp(hn::Add(rounded_codes(s, factor), offset), 0.0f, kExpCastMaxCode));
-      weighted = hn::Mul(p, phases.weights);
+    const auto lowered = hn::Set(f, kCodesPerOctave * octave);
+    const auto peak = hn::Set(f, kExpCastPeak);
+    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, int first, V& weighted) {
+      const auto code = hn::Add(hn::Sub(rounded_codes(s, factor), lowered), peak);
+      const auto p = decode_codes(clamp(hn::Add(code, phases.codes_at(first)), 0.0f, kExpCastMaxCode));
+      weighted = hn::Mul(p, phases.weights_at(first));
       return p;
     });
   }
@@ -229,12 +241,13 @@ void expcast_two_lines(const SoftmaxTile& t) {
       intercept = kTwoLinePeak;
     }
     const auto factor = hn::Set(f, t.factor[r]);
-    const auto offset = hn::Set(f, intercept - peak);
+    const auto reference = hn::Set(f, peak);
+    const auto first_offset = hn::Set(f, intercept);
     const auto slope = hn::Set(f, kTwoLineSlope);
     const auto second_offset = hn::Set(f, kTwoLinePivot - kTwoLineSlope * kTwoLinePivot);
-    row.map<false>(t.group_sums + r * kSumGroups, [&](V s, V&) {
-      const auto first = hn::MulAdd(s, factor, offset);
-      const auto code = hn::Round(hn::Max(first, hn::MulAdd(slope, first, second_offset)));
+    row.map<false>(t.group_sums + r * kSumGroups, [&](V s, int, V&) {
+      const auto line = hn::Add(below(s, factor, reference), first_offset);
+      const auto code = hn::Round(hn::Max(line, hn::MulAdd(slope, line, second_offset)));
       return decode_codes(clamp(code, 0.0f, kExpCastMaxCode));
     });
   }
@@ -277,9 +290,10 @@ void exp2_rows(const SoftmaxTile& t, int32_t row_max, float peak) {
     t.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, before - running)));
     t.weight[r] = hn::GetLane(exp2_lanes(hn::Set(f, reference - running)));
     const auto factor = hn::Set(f, octaves_per_score);
-    const auto offset = hn::Set(f, peak - reference);
-    row.map<kSumUnrounded>(sums, [&](V s, V& unrounded) {
-      unrounded = exp2_lanes(hn::MulAdd(s, factor, offset));
+    const auto subtracted = hn::Set(f, reference);
+    const auto log2_peak = hn::Set(f, peak);
+    row.map<kSumUnrounded>(sums, [&](V s, int, V& unrounded) {
+      unrounded = exp2_lanes(hn::Add(below(s, factor, subtracted), log2_peak));
       if constexpr (kP == VCATTN_P_E4M3) return round_e4m3_lanes(unrounded);
       if constexpr (kP == VCATTN_P_BF16) return round_bf16_lanes(unrounded);
       return unrounded;

@@ -18,8 +18,8 @@ inline constexpr int kMinMeanRows = 32;  // rows under one mean of V: 32, 64 or 
 
 // ---- scales ------------------------------------------------------------------------------------------------------
 
-inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
+inline constexpr double kLog2e = 1.4426950408889634;
+inline constexpr double kLn2 = 0.6931471805599453;
 inline constexpr float kCodesPerOctave = 8.0f;  // E4M3 has 3 mantissa bits
 
 // A block whose largest magnitude lies under this is stored as zeros: its reciprocal would not be finite.
@@ -39,15 +39,16 @@ VCATTN_HD constexpr Scale absmax_scale(float abs_max, float largest_code) {
 // NVFP4: values are code * group scale * tensor scale, the tensor scale chosen so that the largest group's is 448.
 VCATTN_HD constexpr Scale nvfp4_tensor_scale(float abs_max) { return absmax_scale(abs_max, kE2m1Max * kE4m3Max); }
 
-// VCATTN_SCALE_POW2_F16: powers of two keep E4M3's relative precision, so only range matters. With both operands at
-// most kF16OperandMax, a dot product of 128 channels stays within 16 * 16 * 128 = 32768 < 65504, FP16's largest value.
-inline constexpr float kF16OperandMax = 16.0f;
+// VCATTN_SCALE_POW2_F16: powers of two keep E4M3's relative precision, so only range matters. With Q at most 16 and K at
+// most 16 (8 above 128 channels), a dot product stays within 32768 < 65504, FP16's largest value.
+inline constexpr float kF16QueryMax = 16.0f;
+VCATTN_HD constexpr float f16_key_max(int64_t channels) { return channels > 128 ? 8.0f : 16.0f; }
 
-// The least e with abs_max <= kF16OperandMax * 2^e.
-inline int pow2_exponent(float abs_max) {
+// The least e with abs_max <= limit * 2^e.
+inline int pow2_exponent(float abs_max, float limit) {
   if (abs_max < kSmallestAbsMax) return 0;
   int exponent;
-  const float fraction = std::frexp(abs_max / kF16OperandMax, &exponent);  // in [0.5, 1)
+  const float fraction = std::frexp(abs_max / limit, &exponent);  // in [0.5, 1)
   return fraction == 0.5f ? exponent - 1 : exponent;
 }
 
@@ -55,7 +56,7 @@ inline int pow2_exponent(float abs_max) {
 
 // Scores count in E4M3 codes, eighths of an octave: code units = raw product * q_factor * k_descale, in this order.
 inline float code_units_per_score(double softmax_scale) {
-  return static_cast<float>(softmax_scale * 1.4426950408889634 * 8.0);
+  return static_cast<float>(softmax_scale * kLog2e * kCodesPerOctave);
 }
 
 // ---- ExpCast (method: arXiv 2609.15810, section on softmax casting) -------------------------------------------------
@@ -90,7 +91,7 @@ inline constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23
 inline constexpr int kPhaseCodes = 4;
 inline constexpr float kPhaseFactor = 0.70710678118654752f;
 
-// Code of log2-domain score u <= 0 (relative to the exact row maximum).
+// Code of log2-domain score u <= 0 (relative to the exact row maximum). The sum is rounded once, then to a whole number.
 inline int expcast_code(float u) {
   const float code = std::nearbyint(std::fma(kCodesPerOctave, u, kExpCastIntercept));
   return static_cast<int>(std::fmin(std::fmax(code, 0.0f), static_cast<float>(kExpCastPeak)));

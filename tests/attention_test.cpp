@@ -185,6 +185,19 @@ TEST_P(EveryRecipe, StaysFiniteForHugeScores) {
   }
 }
 
+TEST(Attention, SaysWhereScoresLeaveFp32) {
+  Tensor q(1, 130, 2, 64), k(1, 20, 2, 64), v(1, 20, 2, 64), out(1, 130, 2, 64);
+  q.fill_normal(1);
+  k.fill_normal(2, 1e4f);
+  v.fill_normal(3);
+  q.set(0, 129, 1, std::vector<float>(64, 3e38f));
+  for (const char* name : {"accurate", "exact", "vsmooth8", "fp32"}) {
+    const Outcome outcome = attend(params(q, k, v, out, name));
+    EXPECT_EQ(outcome.code, VCATTN_OVERFLOW) << name;
+    EXPECT_EQ(outcome.message, "scores leave the range of FP32 at batch 0, query 129, head 1");
+  }
+}
+
 TEST_P(EveryRecipe, TakesKeysNearTheLargestBf16) {
   Tensor q(1, 4, 1, 128), k(1, 40, 1, 128), v(1, 40, 1, 128), out(1, 4, 1, 128);
   q.fill_normal(44, 1e-37f);

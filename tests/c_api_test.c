@@ -8,13 +8,13 @@
 
 static int checks = 0, failures = 0;
 
-#define CHECK(condition)                                           \
-  do {                                                             \
-    ++checks;                                                      \
-    if (!(condition)) {                                            \
-      ++failures;                                                  \
+#define CHECK(condition)                                             \
+  do {                                                               \
+    ++checks;                                                        \
+    if (!(condition)) {                                              \
+      ++failures;                                                    \
       printf("%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                              \
+    }                                                                \
   } while (0)
 
 enum { kQueries = 3, kKeys = 5, kHeads = 2, kDim = 8 };
@@ -41,7 +41,8 @@ static double expected(const float* q, const float* k, const float* v, int query
   int j, d;
   for (j = 0; j < kKeys; ++j) {
     double score = 0.0;
-    for (d = 0; d < kDim; ++d) score += (double)q[(query * kHeads + head) * kDim + d] * k[(j * kHeads + head) * kDim + d];
+    for (d = 0; d < kDim; ++d)
+      score += (double)q[(query * kHeads + head) * kDim + d] * k[(j * kHeads + head) * kDim + d];
     weights[j] = exp(score / sqrt((double)kDim));
     sum += weights[j];
   }

@@ -6,7 +6,7 @@
  *  - All memory is the caller's: ask for the workspace size first, then pass at least that many bytes, aligned to
  *    VCATTN_WORKSPACE_ALIGNMENT. Its contents need not be kept between calls.
  *  - A call that fails returns a code other than VCATTN_OK and, where `message` is not NULL, one line that names the
- *    condition that was not met. Outputs are untouched when validation fails.
+ *    condition that was not met. Outputs are untouched unless the code is VCATTN_OVERFLOW or VCATTN_INTERNAL.
  *  - Shapes are [batch, seqlen, num_heads, head_dim] with free strides in elements, so [B, H, S, D] storage, slices of
  *    a fused QKV buffer and broadcast (stride 0) inputs are all described without a copy. Extents, strides and
  *    offsets are 64-bit.
@@ -42,7 +42,8 @@ typedef enum vcattn_code {
   VCATTN_UNSUPPORTED = 2,         /* a valid request that this build or back end cannot serve */
   VCATTN_WORKSPACE_TOO_SMALL = 3, /* workspace NULL, misaligned or smaller than asked for */
   VCATTN_NONFINITE_INPUT = 4,     /* NaN or infinity in q, k or v; message says where */
-  VCATTN_INTERNAL = 5             /* a failure inside the library (out of memory in the task scheduler) */
+  VCATTN_INTERNAL = 5,            /* a failure inside the library (out of memory in the task scheduler) */
+  VCATTN_OVERFLOW = 6             /* scores left the range of FP32; out and lse hold nothing of use */
 } vcattn_code;
 
 typedef struct vcattn_message {
@@ -58,7 +59,8 @@ typedef struct vcattn_tensor {
   int32_t dtype;     /* vcattn_dtype */
   int32_t reserved;  /* 0 */
   int64_t shape[4];  /* batch, seqlen, num_heads, head_dim */
-  int64_t stride[4]; /* in elements; 0 broadcasts an input; outputs must not overlap themselves */
+  int64_t stride[4]; /* in elements; 0 broadcasts an input. Of an output each stride steps over all that the smaller
+                        ones reach, and its address range meets no input's: interleaved slices are refused */
 } vcattn_tensor;
 
 /* ---- recipes: every choice of the numerics, by name ---------------------------------------------------------- */
@@ -203,8 +205,8 @@ typedef struct vcattn_video_grid {
   int64_t frames, height, width;
 } vcattn_video_grid;
 
-/* Fill with vcattn_attention_params_init, then set what differs. Scores are FP32: |softmax_scale q . k| beyond 2^100
- * overflows, as in any FP32 kernel.
+/* Fill with vcattn_attention_params_init, then set what differs. Scores are FP32, as in any kernel: |softmax_scale q .
+ * k| up to 2^100 is right, and what leaves the range of FP32 is VCATTN_OVERFLOW.
  *
  * out[b, i, h, :] = sum_j softmax_j(softmax_scale * q[b, i, h, :] . k[b, j, g, :]) v[b, j, g, :],
  * g = h / (num_heads / num_heads_kv), over the keys j that the mask or the segment admits. A row that no key is
@@ -218,7 +220,7 @@ typedef struct vcattn_attention_params {
   float* lse;              /* optional [batch, seqlen_q, num_heads], natural logarithm, of the keys as given */
   int64_t lse_stride[3];   /* in elements */
   double softmax_scale;    /* > 0 and at most 2^64; 0 means 1 / sqrt(head_dim) */
-  const uint8_t* key_mask; /* optional [batch, seqlen_kv], non-zero admits the key */
+  const uint8_t* key_mask; /* optional [batch, seqlen_kv], non-zero admits the key; other keys are never read */
   int64_t key_mask_stride[2];
   /* Packed sequences (batch 1): segment s attends from rows cu_seqlens_q[s] .. cu_seqlens_q[s+1] to the same range of
      cu_seqlens_kv. Both start at 0, never decrease and end at the sequence length. Not together with key_mask. */

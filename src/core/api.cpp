@@ -68,8 +68,7 @@ vcattn_code vcattn_attention(const vcattn_attention_params* params, void* worksp
     if (found == VCATTN_OK) found = cpu::check_permutation(problem, plan, message);
     if (found != VCATTN_OK) return found;
     cpu::preprocess(problem, plan);
-    cpu::attend(problem, plan);
-    return VCATTN_OK;
+    return cpu::attend(problem, plan, message);
   });
 }
 

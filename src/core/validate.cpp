@@ -252,7 +252,8 @@ void fill_problem(const vcattn_attention_params& p, Problem& problem) {
   problem.num_sequences = p.cu_seqlens_kv != nullptr ? p.num_segments : problem.batch;
   problem.softmax_scale =
       p.softmax_scale == 0.0 ? 1.0 / std::sqrt(static_cast<double>(problem.head_dim)) : p.softmax_scale;
-  problem.num_threads = p.num_threads > 0 ? p.num_threads : std::max(1, oneapi::tbb::info::default_concurrency());
+  const int usable = std::max(1, oneapi::tbb::info::default_concurrency());
+  problem.num_threads = p.num_threads > 0 ? std::min(p.num_threads, usable) : usable;
 }
 
 vcattn_code validate_shapes(const vcattn_attention_params& p, vcattn_message* message) {

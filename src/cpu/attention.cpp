@@ -4,14 +4,17 @@
 #include <oneapi/tbb/task_arena.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 
 #include "core/arena.h"
+#include "core/message.h"
 #include "core/recipes.h"
 #include "core/tensor_access.h"
 #include "cpu/dot_model_panel.h"
 #include "cpu/gemm.h"
+#include "cpu/keep_smallest.h"
 #include "cpu/panel.h"
 #include "cpu/preprocess.h"
 #include "cpu/softmax.h"
@@ -49,7 +52,8 @@ class QueryBlock {
     }
   }
 
-  void run() {
+  // Returns the first row of the sequence whose softmax overflowed, or -1.
+  int64_t run() {
     decode_rows(recipe_.qk_format, kBlockM, qkv_.dim, qkv_.q + place_ * qkv_.dim * stored_size(recipe_.qk_format),
                 qkv_.q_groups + place_ * (qkv_.dim / kFp4Group), scratch_.q);
     std::fill(reference_, reference_ + kBlockM, initial_reference());
@@ -62,7 +66,7 @@ class QueryBlock {
       accumulate_tile(tile);
     }
     if (tensor_core_accumulates()) promote();
-    write();
+    return write();
   }
 
  private:
@@ -241,7 +245,8 @@ class QueryBlock {
 
   // ---- epilogue ----
 
-  void write() {
+  int64_t write() {
+    int64_t overflow = -1;
     const vcattn_attention_params& p = *problem_.params;
     const int64_t v_dim = qkv_.v_dim, slot = kv_head_ * qkv_.num_sequences + sequence_index_;
     const float* descale = qkv_.v_descale + slot * v_dim;
@@ -253,10 +258,12 @@ class QueryBlock {
       }
       if (recipe_.v_hadamard != 0) hadamard_row(out, v_dim);
       double lse = row_lse(recipe_, reference_[i], scratch_.sums[i]);
+      if (!std::isfinite(lse) && overflow < 0) overflow = block_ * kBlockM + i;
       if (p.lse != nullptr) lse += qkv_.lse_shift[place_ + i];
       if (problem_.allows_nonfinite()) poison(i, slot, out, lse);
       store(i, out, lse);
     }
+    return overflow;
   }
 
   void poison(int64_t row, int64_t slot, float* out, double& lse) const {
@@ -306,7 +313,7 @@ void write_empty(const Problem& problem, const Sequence& sequence) {
 
 }  // namespace
 
-void attend(const Problem& problem, const Plan& plan) {
+vcattn_code attend(const Problem& problem, const Plan& plan, vcattn_message* message) {
   for (int64_t s = 0; s < plan.qkv.num_sequences; ++s) {
     const Sequence& sequence = plan.qkv.sequences[s];
     if (sequence.keys == 0) {
@@ -314,9 +321,18 @@ void attend(const Problem& problem, const Plan& plan) {
       continue;
     }
     const int64_t blocks = ceil_div(sequence.q_count, kBlockM);
-    oneapi::tbb::parallel_for(int64_t{0}, problem.num_heads * blocks,
-                              [&](int64_t item) { QueryBlock(problem, plan, s, item / blocks, item % blocks).run(); });
+    constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+    std::atomic<int64_t> first{kNone};  // row * num_heads + head of the first overflow
+    oneapi::tbb::parallel_for(int64_t{0}, problem.num_heads * blocks, [&](int64_t item) {
+      const int64_t row = QueryBlock(problem, plan, s, item / blocks, item % blocks).run();
+      if (row >= 0) keep_smallest(first, row * problem.num_heads + item / blocks);
+    });
+    if (first != kNone) {
+      return fail(message, VCATTN_OVERFLOW, "scores leave the range of FP32 at batch {}, query {}, head {}",
+                  sequence.batch, sequence.q_begin + first / problem.num_heads, first % problem.num_heads);
+    }
   }
+  return VCATTN_OK;
 }
 
 }  // namespace vcattn::cpu

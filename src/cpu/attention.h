@@ -6,7 +6,8 @@
 
 namespace vcattn::cpu {
 
-// Writes out, and lse where asked for. Runs in the current task arena.
-void attend(const Problem& problem, const Plan& plan);
+// Writes out, and lse where asked for; VCATTN_OVERFLOW where a row's scores left the range of FP32. Runs in the current
+// task arena.
+vcattn_code attend(const Problem& problem, const Plan& plan, vcattn_message* message);
 
 }  // namespace vcattn::cpu

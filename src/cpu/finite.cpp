@@ -8,6 +8,7 @@
 
 #include "core/message.h"
 #include "core/tensor_access.h"
+#include "cpu/keep_smallest.h"
 #include "cpu/preprocess.h"
 
 namespace vcattn::cpu {
@@ -31,9 +32,7 @@ int64_t first_bad_token(const vcattn_tensor& t, Reads reads) {
         bad |= static_cast<uint32_t>((bits_from_float(row[d]) & kFloatInfinity) == kFloatInfinity);
       }
       if (bad == 0) continue;
-      int64_t seen = first.load(std::memory_order_relaxed);
-      while (index < seen && !first.compare_exchange_weak(seen, index, std::memory_order_relaxed)) {
-      }
+      keep_smallest(first, index);
       return;
     }
   });

@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -60,23 +61,34 @@ Format format_of(const std::string& path) {
        extension.empty() ? "no extension" : shown(extension));
 }
 
-std::vector<std::byte> read_file(const std::string& path) {
+// A file's bytes, mapped: what is not looked at is not read.
+class MappedFile {
+ public:
+  MappedFile(void* data, size_t size) : data_(data), size_(size) {}
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  ~MappedFile() {
+    if (size_ > 0) ::munmap(data_, size_);
+  }
+  std::span<const std::byte> bytes() const { return {static_cast<const std::byte*>(data_), size_}; }
+
+ private:
+  void* data_;
+  size_t size_;
+};
+
+MappedFile map_file(const std::string& path) {
   // O_NONBLOCK: a FIFO must not make the call wait before it is refused.
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   struct stat status = {};
   if (file.value < 0 || ::fstat(file.value, &status) != 0) fail(path, "cannot open: {}", system_text(errno));
   if (S_ISDIR(status.st_mode)) fail(path, "cannot read: {}", system_text(EISDIR));
   if (!S_ISREG(status.st_mode)) fail(path, "expected a regular file, found a device, pipe or socket");
-  std::vector<std::byte> bytes(static_cast<size_t>(status.st_size));
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t count = ::read(file.value, bytes.data() + done, bytes.size() - done);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) fail(path, "cannot read: {}", system_text(errno));
-    if (count == 0) fail(path, "expected {} bytes, found {}: the file shrank while it was read", bytes.size(), done);
-    done += static_cast<size_t>(count);
-  }
-  return bytes;
+  const auto size = static_cast<size_t>(status.st_size);
+  if (size == 0) return MappedFile(nullptr, 0);  // which cannot be mapped
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.value, 0);
+  if (data == MAP_FAILED) fail(path, "cannot read: {}", system_text(errno));
+  return MappedFile(data, size);
 }
 
 // The descriptor that a path such as /dev/stdout stands for. To open the path instead would start at offset 0 of a
@@ -104,7 +116,8 @@ fs::path follow_symlinks(fs::path path) {
 }
 
 // One file being written: a temporary file next to `path` until commit() renames it, or, where `path` is no regular
-// file (a pipe, a device), that itself. Without commit() the temporary file is removed.
+// file (a pipe, a device), that itself. Where the file system can, the temporary file has no name until commit(), so
+// that nothing is left of it even when the process is killed; else it is removed without commit().
 class OutputFile {
  public:
   explicit OutputFile(const std::string& path) : path_(path) {
@@ -141,6 +154,7 @@ class OutputFile {
   }
 
   void commit() {
+    if (unnamed_) name_temporary();
     // Some file systems report a full disk or a lost server only here.
     if (::close(std::exchange(descriptor_.value, -1)) != 0) fail(path_, "cannot write: {}", system_text(errno));
     if (temporary_.path.empty()) return;
@@ -149,24 +163,48 @@ class OutputFile {
   }
 
  private:
-  void open_temporary() {
-    const fs::path folder = target_.has_parent_path() ? target_.parent_path() : fs::path(".");
+  fs::path folder() const { return target_.has_parent_path() ? target_.parent_path() : fs::path("."); }
+
+  // Tries names beside the target until make(path) succeeds (returns true) or fails for another reason than EEXIST.
+  template <typename Make>
+  void take_name(Make make) {
     int code = 0;
     for (int i = 0; i < kTemporaryNames; ++i) {
-      temporary_.path = folder / fmt::format(".vcattn-{}-{}.tmp", ::getpid(), i);
-      descriptor_.value = ::open(temporary_.path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kNewFileMode);
-      if (descriptor_.value >= 0) return;
+      const fs::path path = folder() / fmt::format(".vcattn-{}-{}.tmp", ::getpid(), i);
+      if (make(path)) {
+        temporary_.path = path;
+        return;
+      }
       code = errno;
-      temporary_.path.clear();
       if (code != EEXIST) break;
     }
     fail(path_, "cannot create a file in its folder: {}", system_text(code));
   }
 
+  void open_temporary() {
+    descriptor_.value = ::open(folder().c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, kNewFileMode);
+    unnamed_ = descriptor_.value >= 0 && ::access(own_link().c_str(), F_OK) == 0;
+    if (unnamed_) return;
+    if (descriptor_.value >= 0) ::close(std::exchange(descriptor_.value, -1));
+    take_name([&](const fs::path& path) {
+      descriptor_.value = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kNewFileMode);
+      return descriptor_.value >= 0;
+    });
+  }
+
+  void name_temporary() {
+    take_name([&](const fs::path& path) {
+      return ::linkat(AT_FDCWD, own_link().c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0;
+    });
+  }
+
+  std::string own_link() const { return fmt::format("/proc/self/fd/{}", descriptor_.value); }
+
   const std::string path_;  // as given, for messages
   fs::path target_;
   TemporaryFile temporary_;
   Descriptor descriptor_;
+  bool unnamed_ = false;
 };
 
 }  // namespace
@@ -234,9 +272,9 @@ void check_tensor(const Tensor& tensor, const std::string& path) {
 TensorFile read_tensors(const std::string& path, const std::vector<std::string>& wanted) {
   const Format format = format_of(path);
   try {
-    const std::vector<std::byte> bytes = read_file(path);
-    if (format == Format::kSafetensors) return parse_safetensors(bytes, path, wanted);
-    TensorFile file = parse_npy(bytes, path);
+    const MappedFile mapped = map_file(path);
+    if (format == Format::kSafetensors) return parse_safetensors(mapped.bytes(), path, wanted);
+    TensorFile file = parse_npy(mapped.bytes(), path);
     for (const std::string& name : wanted) {
       if (name != file.tensors.front().name) fail_missing(path, name, file.tensors);
     }

@@ -44,8 +44,8 @@ TensorFile parse_safetensors(std::span<const std::byte> bytes, const std::string
                              const std::vector<std::string>& wanted = {});
 TensorFile parse_npy(std::span<const std::byte> bytes, const std::string& path);
 
-// Reads a regular file by extension. An .npy file gives one tensor named after the file's stem; two-byte void elements,
-// as NumPy saves bfloat16, are BF16.
+// Reads a regular file by extension; it is mapped, and what is asked for is copied. An .npy file gives one tensor named
+// after the file's stem; two-byte void elements, as NumPy saves bfloat16, are BF16.
 TensorFile read_tensors(const std::string& path, const std::vector<std::string>& wanted = {});
 
 // Writes by extension to a temporary file in the same folder and renames it: a failure leaves the old file, or none.

@@ -43,7 +43,7 @@ void check_output(const AttendOptions& options, vcattn_dtype dtype) {
   if (npy && dtype == VCATTN_BF16) {
     io::fail(options.output, "NumPy has no BF16: expected --dtype fp16 or fp32, or a .safetensors file");
   }
-  check_output_folder(options.output);
+  check_outputs({options.output, options.json}, options.inputs);
 }
 
 // FP32, in the order of the output's axes: [batch, seqlen, heads] or [batch, heads, seqlen].
@@ -134,6 +134,7 @@ void add_attend(CLI::App& app) {
   const auto options = std::make_shared<AttendOptions>();
   CLI::App* command = app.add_subcommand("attend", "Run attention on q, k and v from files and write the output");
   add_input_options(*command, options->inputs);
+  command->add_flag("--allow-nonfinite", options->inputs.allow_nonfinite, "let NaN and infinities through");
   command->add_option("-o,--output", options->output, "file for `out` (and `lse`): .safetensors or .npy")->required();
   command->add_option("--recipe", options->recipe, "recipe by name; vcattn info --recipes lists them")
       ->capture_default_str();

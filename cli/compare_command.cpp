@@ -47,9 +47,8 @@ void check_any_number(const CompareResult& result) {
 }
 
 void run_compare(CommandOptions& options) {
-  if (options.inputs.allow_nonfinite) {
-    throw std::runtime_error("--allow-nonfinite: an error against NaN is no number; compare needs finite tensors");
-  }
+  if (options.report == "-") throw std::runtime_error("--report: expected a path, found -");
+  check_outputs({options.json, options.report}, options.inputs);
   clear_none(options.compare.recipes);
   clear_none(options.compare.orders);
   if (options.seed) options.compare.changes.push_back(fmt::format("seed={}", *options.seed));
@@ -70,12 +69,12 @@ void run_compare(CommandOptions& options) {
       naming_source(inputs.source, [&] { return compare(params, inputs.source, options.compare, show); });
   progress.reset();
 
+  check_any_number(result);
   if (!options.json.empty()) write_json(options.json, compare_json(result));
   if (!options.report.empty()) io::write_text(options.report, report_html(result));
   if (options.json != "-") write_output("-", compare_text(result, is_interactive(stdout)));
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   fmt::print(stderr, "compared in {:.1f} s\n", elapsed.count());
-  check_any_number(result);
 }
 
 }  // namespace
@@ -85,12 +84,14 @@ void add_compare(CLI::App& app) {
   CLI::App* command = app.add_subcommand("compare", "Measure the error of recipes against exact attention");
   add_input_options(*command, options->inputs);
   command->add_option("--rows", options->compare.rows, "query rows per head, in whole blocks of 128")
-      ->check(CLI::PositiveNumber)
+      ->check(CLI::Range(1, 1 << 30))
       ->capture_default_str();
   command->add_option("--recipes", options->compare.recipes, "names separated by commas, or none [all but fp32]")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   command->add_option("--orders", options->compare.orders, "orders of V separated by commas, or none [all]")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   command
       ->add_option("--set", options->compare.changes,
                    "change a field of every recipe: field=value; repeatable; grouping fields and mean_format also "

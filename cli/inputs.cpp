@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -9,6 +11,7 @@
 #include <utility>
 
 #include "io/message.h"
+#include "terminal.h"
 
 namespace vcattn::cli {
 namespace {
@@ -174,7 +177,7 @@ void add_input_options(CLI::App& command, InputOptions& options) {
   command.add_option("--q", options.q_file, "q from a file of its own, .npy or .safetensors");
   command.add_option("--k", options.k_file, "k, likewise");
   command.add_option("--v", options.v_file, "v, likewise");
-  command.add_option("--names", options.names, "names of the three tensors in FILE")
+  command.add_option("--names", options.names, "names of the three tensors in FILE: Q,K,V")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->default_str("q,k,v");
@@ -183,7 +186,23 @@ void add_input_options(CLI::App& command, InputOptions& options) {
   command.add_option("--text-tokens", options.text_tokens,
                      "tokens before the video grid [metadata text_tokens, else 0]");
   command.add_option("--scale", options.scale, "softmax scale [metadata softmax_scale, else 1/sqrt(head_dim)]");
-  command.add_flag("--allow-nonfinite", options.allow_nonfinite, "let NaN and infinities through");
+}
+
+void check_outputs(const std::vector<std::string>& paths, const InputOptions& inputs) {
+  namespace fs = std::filesystem;
+  std::vector<std::string> taken = {inputs.file, inputs.q_file, inputs.k_file, inputs.v_file};
+  for (const std::string& path : paths) {
+    if (path.empty() || path == "-") continue;
+    check_output_folder(path);
+    std::error_code ignored;
+    for (const std::string& other : taken) {
+      const bool same = fs::path(path).lexically_normal() == fs::path(other).lexically_normal();
+      if (!other.empty() && (same || fs::equivalent(path, other, ignored)) && !fs::is_other(path, ignored)) {
+        io::fail(path, "expected a file of its own for each output, found one that is an input or another output");
+      }
+    }
+    taken.push_back(path);
+  }
 }
 
 Inputs load_inputs(const InputOptions& options) {

@@ -32,7 +32,7 @@ struct InputOptions {
   bool allow_nonfinite = false;
 };
 
-// Adds FILE, --q, --k, --v, --names, --layout, --grid, --text-tokens, --scale and --allow-nonfinite.
+// Adds FILE, --q, --k, --v, --names, --layout, --grid, --text-tokens and --scale.
 void add_input_options(CLI::App& command, InputOptions& options);
 
 struct Inputs {
@@ -47,6 +47,10 @@ struct Inputs {
 
 // Throws io::Error: each message names file, tensor, what was expected and what was found.
 Inputs load_inputs(const InputOptions& options);
+
+// Before the work whose results would be lost: refuses outputs in folders that do not exist, that would replace an
+// input, or that are one file twice. Empty paths and "-" are passed over.
+void check_outputs(const std::vector<std::string>& paths, const InputOptions& inputs);
 
 // "bf16", "fp16" or "fp32"; throws io::Error for others.
 vcattn_dtype parse_dtype(const std::string& text);

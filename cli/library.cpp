@@ -10,8 +10,7 @@
 namespace vcattn::cli {
 
 void check(vcattn_code code, const vcattn_message& message) {
-  if (code == VCATTN_NONFINITE_INPUT) throw NonFiniteInput(message.text);
-  if (code != VCATTN_OK) throw std::runtime_error(message.text);
+  if (code != VCATTN_OK) throw Refusal(message.text);
 }
 
 vcattn_recipe make_recipe(const std::string& name, const std::vector<std::string>& changes) {

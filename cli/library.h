@@ -12,22 +12,22 @@
 
 namespace vcattn::cli {
 
-// NaN or infinity in q, k or v; the message says where, but not in which file.
-struct NonFiniteInput : std::runtime_error {
+// The library's own words, which know tensors but not files.
+struct Refusal : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Runs `work`, naming the file `source` where its tensors are not finite.
+// Runs `work`, putting the file `source` before the library's words.
 template <typename Work>
 auto naming_source(const std::string& source, Work work) {
   try {
     return work();
-  } catch (const NonFiniteInput& error) {
+  } catch (const Refusal& error) {
     throw std::runtime_error(source + ": " + error.what());
   }
 }
 
-// Throws NonFiniteInput or std::runtime_error with the message unless `code` is VCATTN_OK.
+// Throws Refusal with the message unless `code` is VCATTN_OK.
 void check(vcattn_code code, const vcattn_message& message);
 
 // The recipe `name` with each of `changes` ("field=value") applied. An unknown name is answered with the known ones.

@@ -148,7 +148,7 @@ std::string to_text(const SynthOptions& options, const SynthResult& result, bool
 void run(const CommandOptions& options) {
   const SynthOptions synth = resolve(options);
   if (!options.output.ends_with(".safetensors")) io::fail(options.output, "expected a name that ends in .safetensors");
-  check_output_folder(options.output);
+  check_outputs({options.output, options.json}, {});
   SynthResult result;
   {
     Progress progress("synth", synth.batch * synth.heads_kv);

@@ -440,6 +440,14 @@ TEST_F(RefusalTest, OutputsThatCannotBeWrittenLeaveNothing) {
   refused(path("out.bin"), {}, {"out.bin", ".safetensors or .npy"});
   refused(path("out.npy"), {}, {"out.npy", "BF16", "--dtype"});
   refused(path("out.npy"), {"--dtype", "fp32", "--lse"}, {"out.npy", "--lse"});
+  // Outputs that would replace one another, or an input.
+  const std::string twice = path("twice.safetensors");
+  refused(twice, {"--json", twice}, {"twice.safetensors", "a file of its own"});
+  refused(path("./twice.safetensors"), {"--json", path("././twice.safetensors")}, {"a file of its own"});
+  expect_refused({"compare", kQkv, "--json", kQkv}, {"qkv", "a file of its own"});
+  expect_refused({"compare", kQkv, "--report", path("r.html"), "--json", path("r.html")}, {"a file of its own"});
+  expect_refused({"compare", kQkv, "--json", path("no/r.json")}, {"no/r.json", "folder does not exist"});
+  expect_refused({"synth", "--tokens", "2048", "-o", twice, "--json", twice}, {"a file of its own"});
   expect_refused({"synth", "--tokens", "2048", "-o", path("no/s.safetensors")}, {"no/s.safetensors", "folder"});
   expect_refused({"synth", "--tokens", "2048", "-o", path("s.npy")}, {"s.npy", ".safetensors"});
   EXPECT_EQ(files(), before);
@@ -449,9 +457,10 @@ TEST_F(CliTest, UsageErrorsGoToStderr) {
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{}, {"attend", kQkv}, {"info", "--no-such-option"}, {"nonsense"}}) {
     const Result result = run(arguments);
-    EXPECT_NE(result.exit_code, 0);
+    EXPECT_EQ(result.exit_code, 2);
     EXPECT_EQ(result.out, "");
-    EXPECT_NE(result.err, "");
+    EXPECT_EQ(result.err.rfind("vcattn: ", 0), 0u) << result.err;
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
   }
 }
 

@@ -39,8 +39,8 @@ VCATTN_HD constexpr Scale absmax_scale(float abs_max, float largest_code) {
 // NVFP4: values are code * group scale * tensor scale, the tensor scale chosen so that the largest group's is 448.
 VCATTN_HD constexpr Scale nvfp4_tensor_scale(float abs_max) { return absmax_scale(abs_max, kE2m1Max * kE4m3Max); }
 
-// VCATTN_SCALE_POW2_F16: powers of two keep E4M3's relative precision, so only range matters. With Q at most 16 and K at
-// most 16 (8 above 128 channels), a dot product stays within 32768 < 65504, FP16's largest value.
+// VCATTN_SCALE_POW2_F16: powers of two keep E4M3's relative precision, so only range matters. With Q at most 16 and K
+// at most 16 (8 above 128 channels), a dot product stays within 32768 < 65504, FP16's largest value.
 inline constexpr float kF16QueryMax = 16.0f;
 VCATTN_HD constexpr float f16_key_max(int64_t channels) { return channels > 128 ? 8.0f : 16.0f; }
 
@@ -91,7 +91,8 @@ inline constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23
 inline constexpr int kPhaseCodes = 4;
 inline constexpr float kPhaseFactor = 0.70710678118654752f;
 
-// Code of log2-domain score u <= 0 (relative to the exact row maximum). The sum is rounded once, then to a whole number.
+// Code of log2-domain score u <= 0 (relative to the exact row maximum). The sum is rounded once, then to a whole
+// number.
 inline int expcast_code(float u) {
   const float code = std::nearbyint(std::fma(kCodesPerOctave, u, kExpCastIntercept));
   return static_cast<int>(std::fmin(std::fmax(code, 0.0f), static_cast<float>(kExpCastPeak)));

@@ -44,7 +44,7 @@ deps-fuzz:
 	@scripts/install_deps.sh fuzz
 
 format:
-	git ls-files '*.h' '*.hpp' '*.cpp' '*.c' | xargs clang-format -i
+	git ls-files '*.h' '*.hpp' '*.cpp' '*.c' | grep -v '^lab/' | xargs clang-format -i
 
 clean:
 	rm -rf build build-sanitize build-bench build-fuzz out

@@ -55,7 +55,7 @@ inline vcattn_tensor make_tensor(void* data, vcattn_dtype dtype, const Shape& s,
   const std::array<int64_t, 4> stride = {s.seqlen * s.num_heads * s.head_dim,
                                          bshd ? s.num_heads * s.head_dim : s.head_dim,
                                          bshd ? s.head_dim : s.seqlen * s.head_dim, 1};
-  for (int axis = 0; axis < 4; ++axis) {
+  for (size_t axis = 0; axis < 4; ++axis) {
     t.shape[axis] = shape[axis];
     t.stride[axis] = stride[axis];
   }

@@ -2,6 +2,8 @@
 #include <hwy/highway.h>
 #include <hwy/targets.h>
 
+#include <string_view>
+
 #include "core/message.h"
 #include "vcattn/vcattn.h"
 
@@ -18,8 +20,9 @@ struct Backend {
 };
 
 bool cpu_available(vcattn_message* reason) {
-  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;                  // of those that are compiled in
-  set_message(reason, "runs here with {}", hwy::TargetName(targets & -targets));  // the lowest bit is the best
+  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;      // of those that are compiled in
+  const std::string_view name = hwy::TargetName(targets & -targets);  // the lowest bit is the best
+  set_message(reason, "runs here with {}", name.starts_with("AVX3") ? "AVX-512" : name);
   return true;
 }
 

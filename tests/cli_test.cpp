@@ -14,6 +14,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -127,8 +128,8 @@ class CliTest : public ::testing::Test {
 
 io::Tensor tensor_of(const std::string& name, const std::vector<int64_t>& shape, const std::vector<float>& values) {
   io::Tensor tensor{.name = name, .dtype = VCATTN_FP32, .shape = shape, .data = {}};
-  tensor.data.resize(values.size() * sizeof(float));
-  std::memcpy(tensor.data.data(), values.data(), tensor.data.size());
+  const auto bytes = std::as_bytes(std::span(values));
+  tensor.data.assign(bytes.begin(), bytes.end());
   return tensor;
 }
 

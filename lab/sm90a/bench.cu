@@ -1,6 +1,5 @@
 // All variants in one table: bench N H [rounds] [q_scale] [variant]. Interleaved rounds, medians.
 #include "attention_pair_regs.cuh"
-#include "attention_pair_smem.cuh"
 #include "harness.cuh"
 
 using namespace lab;
@@ -15,9 +14,6 @@ void launch_kernel(const Params& p) {
 
 struct pair_regs_kernel {
   static constexpr pair_regs::Config config{};
-};
-struct pair_smem_kernel {
-  static constexpr pair_smem::Config config{};
 };
 #define DEFINE(T, ...)                           \
   struct T {                                     \
@@ -36,5 +32,5 @@ DEFINE(fast_late_128, .schedule = Schedule::kLate, .convert = Convert::kF16)
   }
 
 int main(int argc, char** argv) {
-  return run({P(pair_regs), P(pair_smem), V(pair_serial), V(late_128), V(serial3_128), V(fast_late_128)}, argc, argv);
+  return run({P(pair_regs), V(pair_serial), V(late_128), V(serial3_128), V(fast_late_128)}, argc, argv);
 }

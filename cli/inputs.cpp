@@ -190,18 +190,22 @@ void add_input_options(CLI::App& command, InputOptions& options) {
 
 void check_outputs(const std::vector<std::string>& paths, const InputOptions& inputs) {
   namespace fs = std::filesystem;
-  std::vector<std::string> taken = {inputs.file, inputs.q_file, inputs.k_file, inputs.v_file};
+  std::vector<std::string> taken;
+  for (const std::string* input : {&inputs.file, &inputs.q_file, &inputs.k_file, &inputs.v_file}) {
+    if (!input->empty()) taken.push_back(io::destination_of(*input));
+  }
   for (const std::string& path : paths) {
     if (path.empty() || path == "-") continue;
     check_output_folder(path);
+    const std::string destination = io::destination_of(path);
     std::error_code ignored;
+    const bool is_stream = fs::is_other(destination, ignored);  // a pipe or a device takes any number of outputs
     for (const std::string& other : taken) {
-      const bool same = fs::path(path).lexically_normal() == fs::path(other).lexically_normal();
-      if (!other.empty() && (same || fs::equivalent(path, other, ignored)) && !fs::is_other(path, ignored)) {
+      if (!is_stream && (destination == other || fs::equivalent(destination, other, ignored))) {
         io::fail(path, "expected a file of its own for each output, found one that is an input or another output");
       }
     }
-    taken.push_back(path);
+    taken.push_back(destination);
   }
 }
 

@@ -445,6 +445,14 @@ TEST_F(RefusalTest, OutputsThatCannotBeWrittenLeaveNothing) {
   const std::string twice = path("twice.safetensors");
   refused(twice, {"--json", twice}, {"twice.safetensors", "a file of its own"});
   refused(path("./twice.safetensors"), {"--json", path("././twice.safetensors")}, {"a file of its own"});
+  fs::create_directory(path("d"));
+  fs::create_directory_symlink("d", path("link"));
+  fs::create_symlink("new.safetensors", path("dangling.safetensors"));
+  expect_refused({"attend", kQkv, "-o", path("d/n.safetensors"), "--json", path("link/n.safetensors")},
+                 {"a file of its own"});
+  expect_refused({"attend", kQkv, "-o", path("dangling.safetensors"), "--json", path("new.safetensors")},
+                 {"a file of its own"});
+  for (const char* name : {"d", "link", "dangling.safetensors"}) fs::remove(path(name));
   expect_refused({"compare", kQkv, "--json", kQkv}, {"qkv", "a file of its own"});
   expect_refused({"compare", kQkv, "--report", path("r.html"), "--json", path("r.html")}, {"a file of its own"});
   expect_refused({"compare", kQkv, "--json", path("no/r.json")}, {"no/r.json", "folder does not exist"});

@@ -206,7 +206,8 @@ typedef struct vcattn_video_grid {
 } vcattn_video_grid;
 
 /* Fill with vcattn_attention_params_init, then set what differs. Scores are FP32, as in any kernel: |softmax_scale q .
- * k| up to 2^100 is right, and what leaves the range of FP32 is VCATTN_OVERFLOW.
+ * k| up to 2^100 is right, and what leaves the range of FP32 is VCATTN_OVERFLOW. Recipes that quantise may store
+ * magnitudes below 2^-76 as zero.
  *
  * out[b, i, h, :] = sum_j softmax_j(softmax_scale * q[b, i, h, :] . k[b, j, g, :]) v[b, j, g, :],
  * g = h / (num_heads / num_heads_kv), over the keys j that the mask or the segment admits. A row that no key is

@@ -269,6 +269,13 @@ void check_tensor(const Tensor& tensor, const std::string& path) {
   }
 }
 
+std::string destination_of(const std::string& path) {
+  std::error_code error;
+  const fs::path target = follow_symlinks(fs::absolute(path, error));
+  const fs::path canonical = fs::weakly_canonical(target, error);
+  return (error ? target : canonical).string();
+}
+
 TensorFile read_tensors(const std::string& path, const std::vector<std::string>& wanted) {
   const Format format = format_of(path);
   try {

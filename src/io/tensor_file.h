@@ -48,6 +48,9 @@ TensorFile parse_npy(std::span<const std::byte> bytes, const std::string& path);
 // after the file's stem; two-byte void elements, as NumPy saves bfloat16, are BF16.
 TensorFile read_tensors(const std::string& path, const std::vector<std::string>& wanted = {});
 
+// Where writing to `path` ends up: absolute, without symbolic links, whether the file exists or not.
+std::string destination_of(const std::string& path);
+
 // Writes by extension to a temporary file in the same folder and renames it: a failure leaves the old file, or none.
 // The permissions are those of the old file, or a new file's; symbolic links are followed. Pipes and devices are
 // written straight to, and /dev/stdout, /dev/stderr and /dev/fd/N continue that descriptor (flush stdio first). .npy

@@ -310,7 +310,7 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
   }
   if (r.pv_accumulate == VCATTN_ACC_HOPPER_F16) return refuse("pv_accumulate hopper_f16 is not defined");
   if (r.pv_accumulate == VCATTN_ACC_HOPPER &&
-      (r.v_format != VCATTN_FORMAT_E4M3 || !(is_fp8_by_exp2(r) || is_expcast(r)))) {
+      (r.v_format != VCATTN_FORMAT_E4M3 || !(r.p_format == VCATTN_P_E4M3 || is_expcast(r)))) {
     return refuse("pv_accumulate hopper needs E4M3 on both sides (p_format and v_format)");
   }
   if (r.promote_keys % 32 != 0) return refuse("promote_keys is a multiple of 32, the keys of one instruction");

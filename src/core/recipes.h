@@ -1,8 +1,6 @@
 // The named recipes and the names of their fields' values.
 #pragma once
 
-#include <string_view>
-
 #include "vcattn/vcattn.h"
 
 namespace vcattn {
@@ -10,7 +8,6 @@ namespace vcattn {
 // Refuses a combination that no back end defines, naming the two fields that disagree.
 vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message);
 
-inline bool is_fp8_by_exp2(const vcattn_recipe& r) { return r.p_format == VCATTN_P_E4M3; }
 inline bool is_expcast(const vcattn_recipe& r) {
   return r.p_format == VCATTN_P_EXPCAST || r.p_format == VCATTN_P_EXPCAST_TWO_LINES;
 }

@@ -51,21 +51,12 @@ float key_tile_maxima(const Head& h) {
 }
 
 Scale key_scale(const vcattn_recipe& recipe, int64_t dim, float tile_max, float head_max) {
-  const float largest = recipe.k_scale_span == VCATTN_SPAN_HEAD ? head_max : tile_max;
+  const bool whole_head = recipe.k_scale_span == VCATTN_SPAN_HEAD || recipe.qk_format == VCATTN_FORMAT_NVFP4;
   if (recipe.qk_scale_kind == VCATTN_SCALE_POW2_F16) {
     const int exponent = pow2_exponent(head_max, f16_key_max(dim));
     return {std::ldexp(1.0f, -exponent), std::ldexp(1.0f, exponent)};
   }
-  switch (recipe.qk_format) {
-    case VCATTN_FORMAT_INT8:
-      return absmax_scale(largest, kInt8Max);
-    case VCATTN_FORMAT_E4M3:
-      return absmax_scale(largest, kE4m3Max);
-    case VCATTN_FORMAT_NVFP4:
-      return nvfp4_tensor_scale(head_max);
-    default:
-      return {1.0f, 1.0f};
-  }
+  return format_scale(recipe.qk_format, whole_head ? head_max : tile_max);
 }
 
 void quantise_keys(const Head& h) {

@@ -48,19 +48,6 @@ void centre_queries(const QueryRows& b) {
   }
 }
 
-Scale query_scale(const QueryRows& b, float largest) {
-  switch (b.recipe.qk_format) {
-    case VCATTN_FORMAT_INT8:
-      return absmax_scale(largest, kInt8Max);
-    case VCATTN_FORMAT_E4M3:
-      return absmax_scale(largest, kE4m3Max);
-    case VCATTN_FORMAT_NVFP4:
-      return nvfp4_tensor_scale(largest);
-    default:
-      return {1.0f, 1.0f};
-  }
-}
-
 // Codes carry the code units themselves; the product with K's power of two is at least one code unit per raw unit, so
 // that it is an exact FP16 factor.
 Scale query_pow2_scale(const QueryRows& b, float largest, float code_units) {
@@ -79,7 +66,7 @@ void quantise_queries(const QueryRows& b) {
   for (int64_t i = 0; i < kBlockM; ++i) {
     const float* row = b.rows + i * dim;
     const float largest = b.recipe.q_scale_span == VCATTN_SPAN_TOKEN ? abs_max(row, dim) : block_max;
-    const Scale scale = pow2 ? query_pow2_scale(b, largest, code_units) : query_scale(b, largest);
+    const Scale scale = pow2 ? query_pow2_scale(b, largest, code_units) : format_scale(b.recipe.qk_format, largest);
     const int64_t place = b.place() + i;
     qkv.q_factor[place] = pow2 ? scale.descale : scale.descale * code_units;
     quantise_line(b.recipe.qk_format, row, dim, scale.encode, qkv.q + place * dim * size, 1,

@@ -87,9 +87,7 @@ void value_scales(const Head& h) {
   const bool per_head = h.recipe.v_format == VCATTN_FORMAT_NVFP4 || h.recipe.v_scale_span == VCATTN_SPAN_HEAD;
   if (per_head) std::fill(largest, largest + dim, abs_max(largest, dim));
   for (int64_t d = 0; d < dim; ++d) {
-    Scale scale = {1.0f, 1.0f};
-    if (h.recipe.v_format == VCATTN_FORMAT_E4M3) scale = absmax_scale(largest[d], kE4m3Max);
-    if (h.recipe.v_format == VCATTN_FORMAT_NVFP4) scale = nvfp4_tensor_scale(largest[d]);
+    const Scale scale = format_scale(h.recipe.v_format, largest[d]);
     descale[d] = scale.descale;
     scratch.channel_encode[d] = scale.encode;
   }

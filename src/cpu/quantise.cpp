@@ -28,6 +28,19 @@ void quantise_each(const float* values, int64_t count, Code* codes, int64_t stri
 
 }  // namespace
 
+Scale format_scale(int32_t format, float abs_max) {
+  switch (format) {
+    case VCATTN_FORMAT_INT8:
+      return absmax_scale(abs_max, kInt8Max);
+    case VCATTN_FORMAT_E4M3:
+      return absmax_scale(abs_max, kE4m3Max);
+    case VCATTN_FORMAT_NVFP4:
+      return nvfp4_tensor_scale(abs_max);
+    default:
+      return {1.0f, 1.0f};
+  }
+}
+
 void quantise_line(int32_t format, const float* values, int64_t count, float encode, void* codes, int64_t stride,
                    uint8_t* groups, int64_t group_stride) {
   switch (format) {

@@ -8,6 +8,9 @@
 
 namespace vcattn::cpu {
 
+// The scale under which the largest magnitude takes the largest code; 1 for formats that store values as they are.
+Scale format_scale(int32_t format, float abs_max);
+
 // Stores `count` values: the code of values[i] * encode at codes[i * stride], and for NVFP4 the scale of its group at
 // groups[i / 16 * group_stride]; other formats ignore `groups`. FP32 and BF16 are stored without `encode`.
 void quantise_line(int32_t format, const float* values, int64_t count, float encode, void* codes, int64_t stride,

@@ -315,6 +315,7 @@ void copy_p(const vcattn_recipe& from, vcattn_recipe& to) {
   to.p_format = from.p_format;
   to.p_phases = from.p_phases;
   to.row_max = from.row_max;
+  to.tile_keys = from.tile_keys;
   to.row_sum = from.row_sum;
   to.p_log2_peak = from.p_log2_peak;
   if (from.row_max == VCATTN_MAX_TILE_OCTAVE || from.p_phases > 1) to.v_order = from.v_order;

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "core/recipes.h"
+#include "numerics/dot_model.h"
 #include "support.h"
 #include "targets.h"
 
@@ -629,6 +630,70 @@ TEST(Attention, PromotionHappensWhereItIsAsked) {
   EXPECT_LT(errors.front(), errors.back());
 }
 
+// 256 keys under one maximum are one chain of instructions; each 128 by itself gives other bits.
+TEST(Attention, HopperAccumulatesWhatAMaximumCovers) {
+  constexpr int64_t kKeys = 512, kDim = 16;
+  Tensor q(1, 1, 1, kDim), k(1, kKeys, 1, kDim), v(1, kKeys, 1, kDim), out(1, 1, 1, kDim);
+  q.fill([](int64_t, int64_t, int64_t, int64_t) { return 0.0f; });
+  k.fill_normal(1);
+  std::mt19937 random(2);
+  // Values that are E4M3 codes at scale 1: the first row holds the largest.
+  v.fill([&](int64_t, int64_t s, int64_t, int64_t) {
+    return s == 0 ? 448.0f : decode_e4m3(static_cast<uint8_t>(random() % 0x7F + (random() % 2 << 7)));
+  });
+  for (const int32_t tile_keys : {128, 256}) {
+    auto p = params(q, k, v, out, "exact");
+    p.recipe.mean_rows = 0;
+    p.recipe.v_order = VCATTN_ORDER_SEQUENCE;
+    p.recipe.pv_accumulate = VCATTN_ACC_HOPPER;
+    p.recipe.tile_keys = tile_keys;
+    ASSERT_EQ(attend(p).code, VCATTN_OK);
+    const std::vector<float> probabilities(tile_keys, 256.0f);  // of equal scores
+    for (int64_t d = 0; d < kDim; ++d) {
+      float sum = 0.0f;
+      for (int64_t begin = 0; begin < kKeys; begin += tile_keys) {
+        std::vector<float> column;
+        for (int64_t s = begin; s < begin + tile_keys; ++s) column.push_back(v.row(0, s, 0)[d]);
+        sum += hopper_fp8_dot(probabilities, column, 0);
+      }
+      ASSERT_EQ(out.row(0, 0, 0)[d], static_cast<float>(sum / (256.0 * kKeys))) << tile_keys << " channel " << d;
+    }
+  }
+}
+
+// Channel t of V marks the keys of tile t, so that the output is the mass of each tile. Tiles 2j and 2j + 1 of a
+// sequence share a maximum: 19 octaves below it a key is zero.
+TEST(Attention, TwoNeighbouringTilesShareAMaximum) {
+  constexpr int64_t kTiles = 5, kKeys = 4 * kBlockN + 3;
+  const float octaves[kTiles] = {0.0f, -19.0f, -19.0f, -38.0f, -30.0f};
+  Tensor q(1, 2, 1, 8), k(1, kKeys, 1, 8), v(1, kKeys, 1, 8), out(1, 2, 1, 8);
+  q.fill([](int64_t, int64_t, int64_t, int64_t d) { return d == 0 ? 1.0f : 0.0f; });
+  k.fill([&](int64_t, int64_t s, int64_t, int64_t d) { return d == 0 ? octaves[s / kBlockN] : 0.0f; });
+  v.fill([](int64_t, int64_t s, int64_t, int64_t d) { return s / kBlockN == d ? 1.0f : 0.0f; });
+  for (const char* name : {"accurate", "exact"}) {
+    for (const vcattn_accumulate accumulate : {VCATTN_ACC_FP32, VCATTN_ACC_FP64}) {
+      auto p = params(q, k, v, out, name);
+      p.softmax_scale = kLn2;
+      p.recipe.qk_format = p.recipe.v_format = VCATTN_FORMAT_FP32;
+      p.recipe.k_centred = p.recipe.qk_hadamard = 0;
+      p.recipe.mean_rows = 0;
+      p.recipe.p_phases = 1;
+      p.recipe.v_order = VCATTN_ORDER_SEQUENCE;
+      p.recipe.pv_accumulate = accumulate;
+      for (const int32_t tile_keys : {128, 256}) {
+        p.recipe.tile_keys = tile_keys;
+        ASSERT_EQ(attend(p).code, VCATTN_OK);
+        for (int64_t t = 0; t < kTiles; ++t) {
+          const bool kept = tile_keys == 128 || t % 2 == 0;
+          const double keys = t == 4 ? 3.0 : kBlockN;
+          const double mass = kept ? std::exp2(octaves[t]) * keys / kBlockN : 0.0;
+          EXPECT_NEAR(out.row(0, 1, 0)[t], mass, 1e-4 * mass) << name << " " << tile_keys << " tile " << t;
+        }
+      }
+    }
+  }
+}
+
 TEST(Attention, HopperAccumulationIsCloseToFp32WhenPromotedEveryTile) {
   Tensor q(1, 200, 1, 128), k(1, 900, 1, 128), v(1, 900, 1, 128), out(1, 200, 1, 128);
   q.fill_normal(161);
@@ -638,7 +703,7 @@ TEST(Attention, HopperAccumulationIsCloseToFp32WhenPromotedEveryTile) {
     auto p = params(q, k, v, out, name);
     const double fp32 = attend_error(p);
     p.recipe.pv_accumulate = VCATTN_ACC_HOPPER;
-    p.recipe.promote_keys = 128;
+    p.recipe.promote_keys = p.recipe.tile_keys;
     EXPECT_NEAR(attend_error(p), fp32, 0.05 * fp32 + 1e-4) << name;
   }
 }

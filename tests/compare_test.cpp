@@ -56,6 +56,7 @@ const std::map<std::string, std::set<Part>> kFieldParts = {
     {"p_format", {Part::kP}},
     {"p_phases", {Part::kP}},
     {"row_max", {Part::kP}},
+    {"tile_keys", {Part::kP}},
     {"row_sum", {Part::kP}},
     {"p_log2_peak", {Part::kP}},
     {"v_format", {Part::kV}},

@@ -103,7 +103,7 @@ typedef enum vcattn_row_max {
   VCATTN_MAX_RUNNING = 0,        /* exact running maximum */
   VCATTN_MAX_RUNNING_OCTAVE = 1, /* whole octaves. EXPCAST raises them only when a code would exceed 126 (122 with two
                                     phases), the other formats as soon as the maximum passes them */
-  VCATTN_MAX_TILE_OCTAVE = 2     /* each (row, 128-key tile) by its own whole octaves */
+  VCATTN_MAX_TILE_OCTAVE = 2     /* each `tile_keys` keys of a row by their own whole octaves */
 } vcattn_row_max;
 
 typedef enum vcattn_row_sum {
@@ -161,6 +161,8 @@ typedef struct vcattn_recipe {
   int32_t p_phases;  /* EXPCAST: 1, or 2: every other key writes its byte half an octave higher, its value row carries
                         2^-1/2, and the octave-periodic error of the byte cancels between neighbours; others ignore it */
   int32_t row_max;   /* vcattn_row_max */
+  int32_t tile_keys; /* TILE_OCTAVE: keys under one maximum, 128 or 256 (two neighbouring tiles; promotion to FP32 then
+                        happens once per `tile_keys`); others ignore it */
   int32_t row_sum;   /* vcattn_row_sum */
   float p_log2_peak; /* E4M3 by exp2: the reference maximum is written as 2^p_log2_peak (8: 256; 8.807: 448) */
   /* second product */
@@ -172,8 +174,8 @@ typedef struct vcattn_recipe {
   int32_t mean_centred;  /* 1: each mean also takes up the mean rounding error of its rows */
   int32_t mean_format;   /* vcattn_mean_format */
   int32_t pv_accumulate; /* vcattn_accumulate */
-  int32_t promote_keys;  /* HOPPER: keys between promotions to FP32, a multiple of 32; 0: never. A maximum per tile
-                            promotes each tile by itself: 0 or 128 */
+  int32_t promote_keys;  /* HOPPER: keys between promotions to FP32, a multiple of 32; 0: never. TILE_OCTAVE promotes
+                            what each maximum covers by itself: 0 or `tile_keys` */
   vcattn_grouping grouping;
 } vcattn_recipe;
 

@@ -31,6 +31,7 @@ constexpr vcattn_recipe kFp32 = {.name = "fp32",
                                  .p_format = VCATTN_P_FP32,
                                  .p_phases = 1,
                                  .row_max = VCATTN_MAX_RUNNING,
+                                 .tile_keys = kBlockN,
                                  .row_sum = VCATTN_SUM_UNROUNDED,
                                  .p_log2_peak = 8.0f,
                                  .v_format = VCATTN_FORMAT_FP32,
@@ -134,6 +135,7 @@ constexpr vcattn_recipe accurate() {
   r.p_format = VCATTN_P_EXPCAST;
   r.p_phases = 2;
   r.row_max = VCATTN_MAX_TILE_OCTAVE;
+  r.tile_keys = kMaxTileKeys;
   r.row_sum = VCATTN_SUM_DECODED;
   r.v_order = VCATTN_ORDER_CHAIN;
   r.mean_centred = 1;
@@ -201,6 +203,7 @@ const Field kFields[] = {
     VCATTN_FIELD(p_format, kPFormats, 0),
     VCATTN_FIELD(p_phases, {}, 2),
     VCATTN_FIELD(row_max, kRowMaxima, 0),
+    VCATTN_FIELD(tile_keys, {}, kMaxTileKeys),
     VCATTN_FIELD(row_sum, kRowSums, 0),
     VCATTN_FIELD(v_format, kFormats, 0),
     VCATTN_FIELD(v_scale_span, kSpans, 0),
@@ -314,8 +317,12 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
     return refuse("pv_accumulate hopper needs E4M3 on both sides (p_format and v_format)");
   }
   if (r.promote_keys % 32 != 0) return refuse("promote_keys is a multiple of 32, the keys of one instruction");
-  if (r.row_max == VCATTN_MAX_TILE_OCTAVE && r.promote_keys != 0 && r.promote_keys != kBlockN) {
-    return refuse("row_max tile_octave promotes each tile: promote_keys is 0 or 128");
+  if (r.tile_keys != kBlockN && r.tile_keys != kMaxTileKeys) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "recipe \"{}\": tile_keys is {} or {}; found {}", name, kBlockN,
+                kMaxTileKeys, r.tile_keys);
+  }
+  if (is_per_tile(r) && r.promote_keys != 0 && r.promote_keys != r.tile_keys) {
+    return refuse("row_max tile_octave promotes what each maximum covers: promote_keys is 0 or tile_keys");
   }
   if (!std::isfinite(r.p_log2_peak) || r.p_log2_peak < 0.0f || r.p_log2_peak > 8.81f) {
     return refuse("p_log2_peak is from 0 to log2(448) = 8.807");
@@ -324,7 +331,7 @@ vcattn_code validate_recipe(const vcattn_recipe& recipe, vcattn_message* message
     return refuse("row_sum unrounded needs an exponential; ExpCast has none, so its row sums are decoded");
   }
   if (r.p_phases < 1) return refuse("p_phases is 1 or 2");
-  if (r.row_max == VCATTN_MAX_TILE_OCTAVE && r.p_format == VCATTN_P_NVFP4) {
+  if (is_per_tile(r) && r.p_format == VCATTN_P_NVFP4) {
     return refuse("row_max tile_octave: p_format nvfp4 has its own scale per tile already");
   }
   if (r.p_format == VCATTN_P_NVFP4 && r.v_format != VCATTN_FORMAT_NVFP4 && r.v_format != VCATTN_FORMAT_FP32) {

@@ -4,9 +4,11 @@
 #include <oneapi/tbb/task_arena.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <span>
 
 #include "core/arena.h"
 #include "core/message.h"
@@ -46,9 +48,16 @@ class QueryBlock {
         rows_(std::min<int64_t>(kBlockM, sequence_.q_count - block * kBlockM)),
         place_((head * qkv_.blocks + sequence_.q_block + block) * kBlockM) {
     float* state = scratch_.row_state;
-    for (float** array : {&reference_, &factor_, &rescale_, &weight_, &group_sums_}) {
-      *array = state;
-      state += kBlockM;
+    const auto take = [&](int64_t floats_per_row) {
+      float* const array = state;
+      state += floats_per_row * kBlockM;
+      return array;
+    };
+    reference_ = take(1);
+    rescale_ = take(1);
+    weight_ = take(1);
+    for (int t = 0; t < tiles_per_step(recipe_); ++t) {
+      tiles_[t] = {0, scratch_.scores + t * kBlockM * kBlockN, take(1), take(kSumGroups)};
     }
   }
 
@@ -59,23 +68,24 @@ class QueryBlock {
     std::fill(reference_, reference_ + kBlockM, initial_reference());
     std::fill(scratch_.sums, scratch_.sums + kBlockM, 0.0);
     clear_output();
-    for (int64_t tile = 0; tile * kBlockN < sequence_.keys; ++tile) {
-      score_tile(tile);
-      softmax_tile(recipe_,
-                   {rows_, keys_in(tile), scratch_.scores, factor_, reference_, rescale_, weight_, group_sums_});
-      accumulate_tile(tile);
+    const int64_t num_tiles = ceil_div(sequence_.keys, kBlockN), step = tiles_per_step(recipe_);
+    for (int64_t first = 0; first < num_tiles; first += step) {
+      const int64_t count = std::min(step, num_tiles - first);
+      for (int64_t t = 0; t < count; ++t) score_tile(first + t, tiles_[t]);
+      const std::span<const SoftmaxTile> tiles(tiles_.data(), static_cast<size_t>(count));
+      softmax_step(recipe_, {rows_, tiles, reference_, rescale_, weight_});
+      rescale_rows();
+      accumulate(first, tiles);
     }
     if (tensor_core_accumulates()) promote();
     return write();
   }
 
  private:
-  int64_t keys_in(int64_t tile) const { return std::min<int64_t>(kBlockN, sequence_.keys - tile * kBlockN); }
   int64_t tile_place(int64_t tile) const { return kv_head_ * qkv_.tiles + sequence_.tile + tile; }
-  bool per_tile() const { return recipe_.row_max == VCATTN_MAX_TILE_OCTAVE; }
   bool hopper() const { return recipe_.pv_accumulate == VCATTN_ACC_HOPPER; }
-  // The FP8 accumulator lives on from tile to tile, to be promoted now and then.
-  bool tensor_core_accumulates() const { return hopper() && !per_tile(); }
+  // The FP8 accumulator lives on from step to step, to be promoted now and then.
+  bool tensor_core_accumulates() const { return hopper() && !is_per_tile(recipe_); }
   int64_t output_floats() const { return kBlockM * qkv_.v_dim; }
 
   void clear_output() {
@@ -88,65 +98,73 @@ class QueryBlock {
   // ---- first product ----
 
   // scores = Q K^T in raw units; factor = code units per raw unit.
-  void score_tile(int64_t tile) {
-    const int64_t at = tile_place(tile), dim = qkv_.dim;
+  void score_tile(int64_t index, SoftmaxTile& tile) {
+    const int64_t at = tile_place(index), dim = qkv_.dim;
+    tile.keys = std::min<int64_t>(kBlockN, sequence_.keys - index * kBlockN);
     decode_panel(recipe_.qk_format, dim, kBlockN, qkv_.k + at * dim * kBlockN * stored_size(recipe_.qk_format),
                  qkv_.k_groups + at * (dim / kFp4Group) * kBlockN, scratch_.k);
     switch (recipe_.qk_accumulate) {
       case VCATTN_ACC_FP64:
-        gemm_f64(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, scratch_.scores, kBlockN);
+        gemm_f64(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, tile.scores, kBlockN);
         break;
       case VCATTN_ACC_HOPPER:
-        std::fill(scratch_.scores, scratch_.scores + kBlockM * kBlockN, 0.0f);
-        hopper_fp8_panel(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, scratch_.scores, kBlockN);
+        std::fill(tile.scores, tile.scores + kBlockM * kBlockN, 0.0f);
+        hopper_fp8_panel(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, tile.scores, kBlockN);
         break;
       case VCATTN_ACC_HOPPER_F16:
-        std::fill(scratch_.scores, scratch_.scores + kBlockM * kBlockN, 0.0f);
-        hopper_fp8_f16_panel(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, scratch_.scores, kBlockN);
+        std::fill(tile.scores, tile.scores + kBlockM * kBlockN, 0.0f);
+        hopper_fp8_f16_panel(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, tile.scores, kBlockN);
         break;
       default:
-        gemm_f32(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, scratch_.scores, kBlockN, false);
+        gemm_f32(rows_, kBlockN, dim, scratch_.q, dim, scratch_.k, kBlockN, tile.scores, kBlockN, false);
     }
-    for (int64_t i = 0; i < rows_; ++i) factor_[i] = qkv_.q_factor[place_ + i] * qkv_.k_descale[at];
-    if (recipe_.q_centred != 0) add_mean_scores(at);
+    for (int64_t i = 0; i < rows_; ++i) tile.factor[i] = qkv_.q_factor[place_ + i] * qkv_.k_descale[at];
+    if (recipe_.q_centred != 0) add_mean_scores(at, tile);
   }
 
   // The mean that was taken from the block's queries scores every key exactly; what remains is in code units.
-  void add_mean_scores(int64_t at) {
+  void add_mean_scores(int64_t at, SoftmaxTile& tile) {
     const int64_t dim = qkv_.dim;
     alignas(64) float mean_scores[kBlockN];
     gemm_f32(1, kBlockN, dim, qkv_.q_means + place_ / kBlockM * dim, dim, qkv_.k_exact + at * dim * kBlockN, kBlockN,
              mean_scores, kBlockN, false);
     const float units = code_units_per_score(problem_.softmax_scale);
     for (int64_t i = 0; i < rows_; ++i) {
-      float* scores = scratch_.scores + i * kBlockN;
-      for (int64_t j = 0; j < kBlockN; ++j) scores[j] = scores[j] * factor_[i] + mean_scores[j] * units;
-      factor_[i] = 1.0f;
+      float* scores = tile.scores + i * kBlockN;
+      for (int64_t j = 0; j < kBlockN; ++j) scores[j] = scores[j] * tile.factor[i] + mean_scores[j] * units;
+      tile.factor[i] = 1.0f;
     }
   }
 
   // ---- second product ----
 
-  void accumulate_tile(int64_t tile) {
-    const int64_t at = tile_place(tile), v_dim = qkv_.v_dim;
-    decode_panel(recipe_.v_format, kBlockN, v_dim, qkv_.v + at * kBlockN * v_dim * stored_size(recipe_.v_format),
-                 qkv_.v_groups + at * (kBlockN / kFp4Group) * v_dim, scratch_.v);
-    if (hopper() && recipe_.row_sum == VCATTN_SUM_DECODED) sum_on_tensor_core();
-    rescale_rows();
-    if (recipe_.pv_accumulate == VCATTN_ACC_FP64) {
-      accumulate_f64(at);
-    } else if (per_tile()) {
-      std::fill(scratch_.tile_out, scratch_.tile_out + output_floats(), 0.0f);
-      multiply(scratch_.tile_out, kBlockN);
-      add_means(at, scratch_.tile_out);
-      add_scaled_rows(rows_, v_dim, weight_, scratch_.tile_out, v_dim, scratch_.out, v_dim);
-    } else {
-      multiply(hopper() ? scratch_.tile_out : scratch_.out, recipe_.promote_keys);
-      add_means(at, scratch_.out);
+  void accumulate(int64_t first, std::span<const SoftmaxTile> tiles) {
+    const bool fp64 = recipe_.pv_accumulate == VCATTN_ACC_FP64, per_tile = is_per_tile(recipe_);
+    const int64_t v_dim = qkv_.v_dim;
+    float* const step_out = per_tile ? scratch_.tile_out : scratch_.out;
+    if (per_tile) std::fill(step_out, step_out + output_floats(), 0.0f);
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      const int64_t at = tile_place(first + static_cast<int64_t>(t));
+      decode_panel(recipe_.v_format, kBlockN, v_dim, qkv_.v + at * kBlockN * v_dim * stored_size(recipe_.v_format),
+                   qkv_.v_groups + at * (kBlockN / kFp4Group) * v_dim, scratch_.v);
+      if (hopper() && recipe_.row_sum == VCATTN_SUM_DECODED) sum_on_tensor_core(tiles[t]);
+      if (fp64) {
+        accumulate_f64(at, tiles[t]);
+      } else {
+        multiply(tiles[t].scores, hopper() ? scratch_.tile_out : step_out);
+      }
     }
+    for (size_t t = 0; t < tiles.size(); ++t) {
+      if (!fp64) add_means(tile_place(first + static_cast<int64_t>(t)), tiles[t], step_out);
+      add_row_sums(tiles[t]);
+    }
+    if (!fp64 && per_tile) add_scaled_rows(rows_, v_dim, weight_, step_out, v_dim, scratch_.out, v_dim);
+  }
+
+  void add_row_sums(const SoftmaxTile& tile) {
     for (int64_t i = 0; i < rows_; ++i) {
       double sum = 0.0;
-      for (int g = 0; g < kSumGroups; ++g) sum += group_sums_[i * kSumGroups + g];
+      for (int g = 0; g < kSumGroups; ++g) sum += tile.group_sums[i * kSumGroups + g];
       scratch_.sums[i] += weight_[i] * sum;
     }
   }
@@ -166,23 +184,22 @@ class QueryBlock {
     }
   }
 
-  // accumulator += P V. On the tensor core, promoted to FP32 each `promote_keys` keys.
-  void multiply(float* accumulator, int64_t promote_keys) {
+  // accumulator += P V. On the tensor core, promoted to FP32 each `promote_keys` keys where it lives on.
+  void multiply(const float* p, float* accumulator) {
     const int64_t v_dim = qkv_.v_dim;
     if (!hopper()) {
-      gemm_f32(rows_, v_dim, kBlockN, scratch_.scores, kBlockN, scratch_.v, v_dim, accumulator, v_dim, true);
+      gemm_f32(rows_, v_dim, kBlockN, p, kBlockN, scratch_.v, v_dim, accumulator, v_dim, true);
       return;
     }
-    const int64_t interval = promote_keys == 0 ? std::numeric_limits<int64_t>::max() : promote_keys;
+    const bool promotes = tensor_core_accumulates() && recipe_.promote_keys != 0;
+    const int64_t interval = promotes ? recipe_.promote_keys : std::numeric_limits<int64_t>::max();
     for (int64_t key = 0; key < kBlockN;) {
       const int64_t count = std::min(kBlockN - key, interval - keys_since_promotion_);
-      hopper_fp8_panel(rows_, v_dim, count, scratch_.scores + key, kBlockN, scratch_.v + key * v_dim, v_dim,
-                       accumulator, v_dim);
+      hopper_fp8_panel(rows_, v_dim, count, p + key, kBlockN, scratch_.v + key * v_dim, v_dim, accumulator, v_dim);
       key += count;
       keys_since_promotion_ += count;
-      if (keys_since_promotion_ >= interval && !per_tile()) promote();
+      if (keys_since_promotion_ >= interval) promote();
     }
-    if (per_tile()) keys_since_promotion_ = 0;
   }
 
   void promote() {
@@ -192,49 +209,49 @@ class QueryBlock {
   }
 
   // Row sums as rows of ones beside V would give them: one row for each group of 32 keys and phase.
-  void sum_on_tensor_core() {
+  void sum_on_tensor_core(const SoftmaxTile& tile) {
     alignas(64) static constexpr OnesPanel kOnes;
     alignas(64) float sums[kBlockM * kPanelAlign];
     const float odd_weight = has_phases(recipe_) ? kPhaseFactor : 1.0f;
     for (int g = 0; g < kSumGroups; ++g) {
       std::fill(sums, sums + kBlockM * kPanelAlign, 0.0f);
-      hopper_fp8_panel(rows_, kPanelAlign, kMinMeanRows, scratch_.scores + g * kMinMeanRows, kBlockN, kOnes.values,
+      hopper_fp8_panel(rows_, kPanelAlign, kMinMeanRows, tile.scores + g * kMinMeanRows, kBlockN, kOnes.values,
                        kPanelAlign, sums, kPanelAlign);
       for (int64_t i = 0; i < rows_; ++i) {
-        group_sums_[i * kSumGroups + g] = sums[i * kPanelAlign] + odd_weight * sums[i * kPanelAlign + 1];
+        tile.group_sums[i * kSumGroups + g] = sums[i * kPanelAlign] + odd_weight * sums[i * kPanelAlign + 1];
       }
     }
   }
 
   // The restored means: row sums of each block times its mean, in FP32.
-  void add_means(int64_t at, float* accumulator) {
+  void add_means(int64_t at, const SoftmaxTile& tile, float* accumulator) {
     if (recipe_.mean_rows == 0) return;
     const int64_t v_dim = qkv_.v_dim, blocks = kBlockN / recipe_.mean_rows;
     alignas(64) float sums[kBlockM * kSumGroups];
-    for (int64_t i = 0; i < rows_; ++i) block_sums(i, sums + i * blocks);
+    for (int64_t i = 0; i < rows_; ++i) block_sums(tile.group_sums + i * kSumGroups, sums + i * blocks);
     gemm_f32(rows_, v_dim, blocks, sums, blocks, qkv_.means + at * blocks * v_dim, v_dim, accumulator, v_dim, true);
   }
 
-  void block_sums(int64_t row, float* sums) const {
+  void block_sums(const float* group_sums, float* sums) const {
     const int64_t groups = recipe_.mean_rows / kMinMeanRows;
     for (int64_t block = 0; block < kSumGroups / groups; ++block) {
       sums[block] = 0.0f;
-      for (int64_t g = 0; g < groups; ++g) sums[block] += group_sums_[row * kSumGroups + block * groups + g];
+      for (int64_t g = 0; g < groups; ++g) sums[block] += group_sums[block * groups + g];
     }
   }
 
-  void accumulate_f64(int64_t at) {
+  void accumulate_f64(int64_t at, const SoftmaxTile& tile) {
     const int64_t v_dim = qkv_.v_dim, blocks = recipe_.mean_rows > 0 ? kBlockN / recipe_.mean_rows : 0;
     for (int64_t i = 0; i < rows_; ++i) {
       double* out = scratch_.out64 + i * v_dim;
       const double weight = weight_[i];
       for (int64_t j = 0; j < kBlockN; ++j) {
-        const double p = weight * scratch_.scores[i * kBlockN + j];
+        const double p = weight * tile.scores[i * kBlockN + j];
         if (p == 0.0) continue;
         for (int64_t d = 0; d < v_dim; ++d) out[d] += p * scratch_.v[j * v_dim + d];
       }
       float sums[kSumGroups];
-      if (blocks > 0) block_sums(i, sums);
+      if (blocks > 0) block_sums(tile.group_sums + i * kSumGroups, sums);
       for (int64_t block = 0; block < blocks; ++block) {
         const double sum = weight * sums[block];
         const float* mean = qkv_.means + (at * blocks + block) * v_dim;
@@ -292,7 +309,8 @@ class QueryBlock {
   const Sequence& sequence_;
   const int64_t sequence_index_, head_, kv_head_, block_, rows_;
   const int64_t place_;  // first row in the arrays over query rows
-  float *reference_, *factor_, *rescale_, *weight_, *group_sums_;
+  float *reference_, *rescale_, *weight_;
+  std::array<SoftmaxTile, kMaxTileKeys / kBlockN> tiles_{};
   int64_t keys_since_promotion_ = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "core/arena.h"
+#include "core/recipes.h"
 #include "cpu/gemm.h"
 #include "cpu/panel.h"
 #include "cpu/preprocess.h"
@@ -119,14 +120,15 @@ ThreadScratch thread_scratch(const Plan& plan, const Problem& problem, int threa
   Arena arena(base);
   ThreadScratch scratch{};
   const int64_t dim = plan.qkv.dim, v_dim = plan.qkv.v_dim;
+  const int tiles = tiles_per_step(problem.params->recipe);
   scratch.q = arena.take<float>(kBlockM * dim);
   scratch.k = arena.take<float>(dim * kBlockN);
   scratch.v = arena.take<float>(kBlockN * v_dim);
-  scratch.scores = arena.take<float>(kBlockM * kBlockN);
+  scratch.scores = arena.take<float>(tiles * kBlockM * kBlockN);
   scratch.out = arena.take<float>(kBlockM * v_dim);
   scratch.tile_out = arena.take<float>(kBlockM * v_dim);
   scratch.out64 = arena.take<double>(problem.params->recipe.pv_accumulate == VCATTN_ACC_FP64 ? kBlockM * v_dim : 0);
-  scratch.row_state = arena.take<float>(kBlockM * kRowStateFloats);
+  scratch.row_state = arena.take<float>(kBlockM * row_state_floats(tiles));
   scratch.sums = arena.take<double>(kBlockM);
   if (bytes != nullptr) *bytes = arena.used();
   return scratch;

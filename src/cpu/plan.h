@@ -26,19 +26,20 @@ struct HeadScratch {
   uint8_t* seen;  // [max_keys] for checking a caller's permutation
 };
 
-// reference, factor, rescale and weight of a row, and its sums over groups of 32 keys.
-inline constexpr int kRowStateFloats = 4 + kSumGroups;
+// Of one row: reference, rescale and weight; for each tile under one maximum its factor and its sums over groups of 32
+// keys.
+constexpr int row_state_floats(int tiles) { return 3 + tiles * (1 + kSumGroups); }
 
 // One thread's panels.
 struct ThreadScratch {
   float* q;          // [128, dim]
   float* k;          // [dim, 128]
   float* v;          // [128, v_dim]
-  float* scores;     // [128, 128]
+  float* scores;     // [tiles_per_step, 128, 128]
   float* out;        // [128, v_dim] accumulated output
-  float* tile_out;   // [128, v_dim] contribution of one tile, or the tensor core's accumulator
+  float* tile_out;   // [128, v_dim] contribution of one step, or the tensor core's accumulator
   double* out64;     // [128, v_dim] pv_accumulate fp64
-  float* row_state;  // [kRowStateFloats, 128] reference, factors and sums of each row
+  float* row_state;  // [row_state_floats, 128]
   double* sums;      // [128] row sums
 };
 

@@ -15,10 +15,6 @@ namespace {
 
 using oneapi::tbb::parallel_for;
 
-// A channel's residuals may vanish beside its means (constant V). The scale then follows the means, at FP32's own
-// precision, so that means in units of the scale stay far from overflow.
-constexpr float kMeanFloor = 0x1p-24f;
-
 // Rows [begin, end) of a tile's order that share one mean.
 struct MeanBlock {
   int64_t begin, end;

@@ -10,9 +10,6 @@
 
 namespace vcattn::cpu {
 
-// Rows per partial sum of a statistics pass: fixed, so that sums do not depend on the number of threads.
-inline constexpr int64_t kStatisticsRows = 1024;
-
 // Refuses the first NaN or infinity among the q rows and the admitted k and v rows, unless the caller allows them.
 vcattn_code check_finite(const Problem& problem, vcattn_message* message);
 

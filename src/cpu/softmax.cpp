@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "core/recipes.h"
 
@@ -86,7 +87,8 @@ HWY_INLINE float pow2(float octaves) { return octaves < -126.0f ? 0.0f : std::ld
 // One row of one tile. The probabilities replace the scores.
 class Row {
  public:
-  Row(float* scores, int64_t keys) : scores_(scores), keys_(keys) {}
+  Row(const SoftmaxTile& tile, int64_t row)
+      : scores_(tile.scores + row * kBlockN), group_sums_(tile.group_sums + row * kSumGroups), keys_(tile.keys) {}
 
   float max_score() const {
     const F f;
@@ -102,7 +104,7 @@ class Row {
   // Replaces the scores s from key `first` on by to_probability(s, first, term), and padding by 0. With kSumTerms the
   // sums are over what `term` was set to, else over the probabilities.
   template <bool kSumTerms, typename ToProbability>
-  HWY_INLINE void map(float* group_sums, ToProbability to_probability) {
+  HWY_INLINE void map(ToProbability to_probability) {
     const F f;
     for (int g = 0; g < kSumGroups; ++g) {
       auto sum = hn::Zero(f);
@@ -114,7 +116,7 @@ class Row {
         hn::Store(p, f, scores_ + v * kLanes);
         sum = hn::Add(sum, kSumTerms ? hn::IfThenElseZero(valid(v), term) : p);
       }
-      group_sums[g] = hn::GetLane(hn::SumOfLanes(f, sum));
+      group_sums_[g] = hn::GetLane(hn::SumOfLanes(f, sum));
     }
   }
 
@@ -125,27 +127,46 @@ class Row {
   }
 
   float* scores_;
+  float* group_sums_;
   int64_t keys_;
 };
 
+// The largest score * (factor * unit) over the tiles of the step: codes with unit 1, octaves with kOctavesPerCode.
+HWY_INLINE float max_product(const SoftmaxStep& step, int64_t r, float unit = 1.0f) {
+  float largest = -std::numeric_limits<float>::infinity();
+  for (const SoftmaxTile& tile : step.tiles) {
+    largest = std::max(largest, Row(tile, r).max_score() * (tile.factor[r] * unit));
+  }
+  return largest;
+}
+
+// Row::map over the tiles of the step with to_probability(s, factor, first, term), factor as in max_product.
+template <bool kSumTerms, typename ToProbability>
+HWY_INLINE void map_row(const SoftmaxStep& step, int64_t r, float unit, ToProbability to_probability) {
+  for (const SoftmaxTile& tile : step.tiles) {
+    const auto factor = hn::Set(F(), tile.factor[r] * unit);
+    Row(tile, r).map<kSumTerms>([&](V s, int first, V& term) { return to_probability(s, factor, first, term); });
+  }
+}
+
 // ---- ExpCast -------------------------------------------------------------------------------------------------------
 
-// Rounds score * factor to the nearest whole number once, as the fused multiply-add onto 1.5 * 2^23 does (twice on
-// instruction sets without one); products that large already have coarser spacing than 1 and need none.
-HWY_INLINE V rounded_codes(V score, V factor) {
-  const F f;
-  const auto magic = hn::Set(f, kRoundMagic);
-  const auto product = hn::Mul(score, factor);
-  const auto rounded = hn::Sub(hn::MulAdd(score, factor, magic), magic);
-  return hn::IfThenElse(hn::Lt(hn::Abs(product), hn::Set(f, 0x1p21f)), rounded, hn::Round(product));
-}
+// Products below this keep at least 3 bits behind the point, and 120 - 8E is exact for octaves E among them. Larger
+// ones are rounded to FP32 before the octave is taken from them and before it is subtracted: against exact products
+// that octave could lie so far off that no key of the row kept a code, and 120 would vanish beside 8E.
+constexpr float kFusedCodes = 0x1p21f;
 
+// Rounds score * factor to the nearest whole number once, as the fused multiply-add onto 1.5 * 2^23 does (twice on
+// instruction sets without one).
 HWY_INLINE float rounded_code(float score, float factor) {
   const F f;
-  return hn::GetLane(rounded_codes(hn::Set(f, score), hn::Set(f, factor)));
+  const float product = score * factor;
+  if (!(std::fabs(product) < kFusedCodes)) return hn::GetLane(hn::Round(hn::Set(f, product)));
+  const auto magic = hn::Set(f, kRoundMagic);
+  return hn::GetLane(hn::Sub(hn::MulAdd(hn::Set(f, score), hn::Set(f, factor), magic), magic));
 }
 
-// ceil(code / 8) for a whole code.
+// ceil(code / 8).
 HWY_INLINE float code_octaves(float code) { return std::ceil(code / kCodesPerOctave); }
 
 // What the keys of a tile add to their codes and carry in sums: even and odd ones in turn.
@@ -164,20 +185,28 @@ struct Phases {
   HWY_INLINE V weights_at(int first) const { return hn::Load(F(), weights + first % 16); }
 };
 
-void expcast_running(const vcattn_recipe& recipe, const SoftmaxTile& t) {
+// The row's reference becomes `maximum`, in codes.
+HWY_INLINE void set_maximum(const SoftmaxStep& step, int64_t r, float maximum) {
+  step.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(F(), (step.reference[r] - maximum) / kCodesPerOctave)));
+  step.weight[r] = 1.0f;
+  step.reference[r] = maximum;
+}
+
+// The row's reference becomes `running`, the step's is `octave`: whole octaves both.
+HWY_INLINE void set_octaves(const SoftmaxStep& step, int64_t r, float running, float octave) {
+  step.rescale[r] = pow2(step.reference[r] - running);
+  step.weight[r] = pow2(octave - running);
+  step.reference[r] = running;
+}
+
+void expcast_running(const vcattn_recipe& recipe, const SoftmaxStep& step) {
   const F f;
   const Phases phases(recipe);
-  for (int64_t r = 0; r < t.rows; ++r) {
-    Row row(t.scores + r * kBlockN, t.keys);
-    const float before = t.reference[r];
-    const float reference = std::max(before, row.max_score() * t.factor[r]);
-    t.reference[r] = reference;
-    t.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, (before - reference) / kCodesPerOctave)));
-    t.weight[r] = 1.0f;
-    const auto factor = hn::Set(f, t.factor[r]);
-    const auto maximum = hn::Set(f, reference);
+  for (int64_t r = 0; r < step.rows; ++r) {
+    set_maximum(step, r, std::max(step.reference[r], max_product(step, r)));
+    const auto maximum = hn::Set(f, step.reference[r]);
     const auto intercept = hn::Set(f, kExpCastIntercept);
-    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, int first, V& weighted) {
+    map_row<true>(step, r, 1.0f, [&](V s, V factor, int first, V& weighted) {
       const auto code = clamp(hn::Round(hn::Add(below(s, factor, maximum), intercept)), -kPhaseCodes, kExpCastPeak);
       const auto p = decode_codes(hn::Max(hn::Add(code, phases.codes_at(first)), hn::Zero(f)));
       weighted = hn::Mul(p, phases.weights_at(first));
@@ -186,66 +215,74 @@ void expcast_running(const vcattn_recipe& recipe, const SoftmaxTile& t) {
   }
 }
 
-// Whole octaves: per tile where kTile, else the row's, raised only when a code would pass 126.
-template <bool kTile>
-void expcast_octave(const vcattn_recipe& recipe, const SoftmaxTile& t) {
+// The codes of one row against `octave`.
+HWY_INLINE void expcast_row(const SoftmaxStep& step, int64_t r, float octave, const Phases& phases) {
   const F f;
-  const Phases phases(recipe);
-  const int largest_code = kExpCastMaxCode - (has_phases(recipe) ? kPhaseCodes : 0);
-  for (int64_t r = 0; r < t.rows; ++r) {
-    Row row(t.scores + r * kBlockN, t.keys);
-    const float before = t.reference[r];
-    const float max_code = rounded_code(row.max_score(), t.factor[r]);
-    const float tile_octave = code_octaves(max_code);
-    const bool holds = max_code + kExpCastPeak - kCodesPerOctave * before <= largest_code;
-    const float running = kTile ? std::max(before, tile_octave) : (holds ? before : tile_octave);
-    const float octave = kTile ? tile_octave : running;
-    t.reference[r] = running;
-    t.rescale[r] = pow2(before - running);
-    t.weight[r] = pow2(octave - running);
-    const auto factor = hn::Set(f, t.factor[r]);
-    const auto lowered = hn::Set(f, kCodesPerOctave * octave);
-    const auto peak = hn::Set(f, kExpCastPeak);
-    row.map<true>(t.group_sums + r * kSumGroups, [&](V s, int first, V& weighted) {
-      const auto code = hn::Add(hn::Sub(rounded_codes(s, factor), lowered), peak);
-      const auto p = decode_codes(clamp(hn::Add(code, phases.codes_at(first)), 0.0f, kExpCastMaxCode));
+  const auto write = [&](auto code_of) {
+    map_row<true>(step, r, 1.0f, [&](V s, V factor, int first, V& weighted) {
+      const auto code = hn::Round(code_of(s, factor, phases.codes_at(first)));
+      const auto p = decode_codes(clamp(code, 0.0f, kExpCastMaxCode));
       weighted = hn::Mul(p, phases.weights_at(first));
       return p;
     });
+  };
+  const float lowered = kCodesPerOctave * octave;
+  if (std::fabs(lowered) < kFusedCodes) {
+    const auto offset = hn::Set(f, kExpCastPeak - lowered);
+    write([&](V s, V factor, V phase) { return hn::MulAdd(s, factor, hn::Add(offset, phase)); });
+  } else {
+    const auto reference = hn::Set(f, lowered);
+    const auto peak = hn::Set(f, kExpCastPeak);
+    write([&](V s, V factor, V phase) { return hn::Add(below(s, factor, reference), hn::Add(peak, phase)); });
+  }
+}
+
+// Whole octaves: of the step where kTile, else the row's, raised only when a code would pass 126.
+template <bool kTile>
+void expcast_octave(const vcattn_recipe& recipe, const SoftmaxStep& step) {
+  const Phases phases(recipe);
+  const int largest_code = kExpCastMaxCode - (has_phases(recipe) ? kPhaseCodes : 0);
+  for (int64_t r = 0; r < step.rows; ++r) {
+    const float before = step.reference[r];
+    float max_code = -std::numeric_limits<float>::infinity();
+    for (const SoftmaxTile& tile : step.tiles) {
+      max_code = std::max(max_code, rounded_code(Row(tile, r).max_score(), tile.factor[r]));
+    }
+    const float step_octave = code_octaves(max_code);
+    const bool holds = max_code + kExpCastPeak - kCodesPerOctave * before <= largest_code;
+    const float running = kTile ? std::max(before, step_octave) : (holds ? before : step_octave);
+    const float octave = kTile ? step_octave : running;
+    set_octaves(step, r, running, octave);
+    expcast_row(step, r, octave, phases);
   }
 }
 
 // The second line is not a shift of codes, so the octave is taken from the scores before rounding.
 template <int kRowMax>
-void expcast_two_lines(const SoftmaxTile& t) {
+void expcast_two_lines(const SoftmaxStep& step) {
   const F f;
   constexpr bool kTile = kRowMax == VCATTN_MAX_TILE_OCTAVE;
-  for (int64_t r = 0; r < t.rows; ++r) {
-    Row row(t.scores + r * kBlockN, t.keys);
-    const float before = t.reference[r];
-    const float max_code = row.max_score() * t.factor[r];
+  for (int64_t r = 0; r < step.rows; ++r) {
+    const float before = step.reference[r];
+    const float max_code = max_product(step, r);
     float peak, intercept;
     if constexpr (kRowMax == VCATTN_MAX_RUNNING) {
-      t.reference[r] = peak = std::max(before, max_code);
-      t.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, (before - peak) / kCodesPerOctave)));
-      t.weight[r] = 1.0f;
+      peak = std::max(before, max_code);
+      set_maximum(step, r, peak);
       intercept = kTwoLineIntercept;
     } else {
-      const float tile_octave = code_octaves(max_code);
-      const float running = std::max(before, tile_octave);
-      const float octave = kTile ? tile_octave : running;
-      t.reference[r] = running;
-      t.rescale[r] = pow2(before - running);
-      t.weight[r] = pow2(octave - running);
+      const float step_octave = code_octaves(max_code);
+      const float running = std::max(before, step_octave);
+      const float octave = kTile ? step_octave : running;
+      set_octaves(step, r, running, octave);
       peak = kCodesPerOctave * octave;
       intercept = kTwoLinePeak;
     }
-    const auto factor = hn::Set(f, t.factor[r]);
     const auto reference = hn::Set(f, peak);
     const auto first_offset = hn::Set(f, intercept);
     const auto slope = hn::Set(f, kTwoLineSlope);
     const auto second_offset = hn::Set(f, kTwoLinePivot - kTwoLineSlope * kTwoLinePivot);
-    row.map<false>(t.group_sums + r * kSumGroups, [&](V s, int, V&) {
+    map_row<false>(step, r, 1.0f, [&](V s, V factor, int, V&) {
       const auto line = hn::Add(below(s, factor, reference), first_offset);
       const auto code = hn::Round(hn::Max(line, hn::MulAdd(slope, line, second_offset)));
       return decode_codes(clamp(code, 0.0f, kExpCastMaxCode));
@@ -254,6 +291,8 @@ void expcast_two_lines(const SoftmaxTile& t) {
 }
 
 // ---- exp2, then rounding -------------------------------------------------------------------------------------------
+
+constexpr float kOctavesPerCode = 1.0f / kCodesPerOctave;
 
 // Two-level NVFP4: the tile's largest probability becomes 448 * 6, then each 16 keys share a UE4M3 scale.
 void quantise_nvfp4_row(float* p) {
@@ -271,73 +310,70 @@ void quantise_nvfp4_row(float* p) {
   }
 }
 
+void sum_groups(const float* p, float* sums) {
+  for (int g = 0; g < kSumGroups; ++g, p += kMinMeanRows) sums[g] = std::accumulate(p, p + kMinMeanRows, 0.0f);
+}
+
 template <int kP, bool kSumUnrounded>
-void exp2_rows(const SoftmaxTile& t, int32_t row_max, float peak) {
+void exp2_rows(const SoftmaxStep& step, int32_t row_max, float peak) {
   const F f;
   const bool octaves = row_max != VCATTN_MAX_RUNNING;
   const bool per_tile = row_max == VCATTN_MAX_TILE_OCTAVE;
-  for (int64_t r = 0; r < t.rows; ++r) {
-    float* scores = t.scores + r * kBlockN;
-    float* sums = t.group_sums + r * kSumGroups;
-    Row row(scores, t.keys);
-    const float octaves_per_score = t.factor[r] / kCodesPerOctave;
-    const float before = t.reference[r];
-    const float tile_max = row.max_score() * octaves_per_score;
-    const float tile_reference = octaves ? std::ceil(tile_max) : tile_max;
-    const float running = std::max(before, tile_reference);
-    const float reference = per_tile ? tile_reference : running;
-    t.reference[r] = running;
-    t.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, before - running)));
-    t.weight[r] = hn::GetLane(exp2_lanes(hn::Set(f, reference - running)));
-    const auto factor = hn::Set(f, octaves_per_score);
+  for (int64_t r = 0; r < step.rows; ++r) {
+    const float before = step.reference[r];
+    const float step_max = max_product(step, r, kOctavesPerCode);
+    const float step_reference = octaves ? std::ceil(step_max) : step_max;
+    const float running = std::max(before, step_reference);
+    const float reference = per_tile ? step_reference : running;
+    step.reference[r] = running;
+    step.rescale[r] = hn::GetLane(exp2_lanes(hn::Set(f, before - running)));
+    step.weight[r] = hn::GetLane(exp2_lanes(hn::Set(f, reference - running)));
     const auto subtracted = hn::Set(f, reference);
     const auto log2_peak = hn::Set(f, peak);
-    row.map<kSumUnrounded>(sums, [&](V s, int, V& unrounded) {
+    map_row<kSumUnrounded>(step, r, kOctavesPerCode, [&](V s, V factor, int, V& unrounded) {
       unrounded = exp2_lanes(hn::Add(below(s, factor, subtracted), log2_peak));
       if constexpr (kP == VCATTN_P_E4M3) return round_e4m3_lanes(unrounded);
       if constexpr (kP == VCATTN_P_BF16) return round_bf16_lanes(unrounded);
       return unrounded;
     });
     if constexpr (kP == VCATTN_P_NVFP4) {
-      quantise_nvfp4_row(scores);
-      if constexpr (!kSumUnrounded) {
-        for (int g = 0; g < kSumGroups; ++g) {
-          sums[g] = 0.0f;
-          for (int j = 0; j < kMinMeanRows; ++j) sums[g] += scores[g * kMinMeanRows + j];
-        }
+      for (const SoftmaxTile& tile : step.tiles) {
+        float* p = tile.scores + r * kBlockN;
+        quantise_nvfp4_row(p);
+        if constexpr (!kSumUnrounded) sum_groups(p, tile.group_sums + r * kSumGroups);
       }
     }
   }
 }
 
 template <int kP>
-void exp2_tile(const vcattn_recipe& recipe, const SoftmaxTile& tile) {
+void exp2_step(const vcattn_recipe& recipe, const SoftmaxStep& step) {
   const float peak = kP == VCATTN_P_E4M3 ? recipe.p_log2_peak : 0.0f;
   if (recipe.row_sum == VCATTN_SUM_UNROUNDED) {
-    exp2_rows<kP, true>(tile, recipe.row_max, peak);
+    exp2_rows<kP, true>(step, recipe.row_max, peak);
   } else {
-    exp2_rows<kP, false>(tile, recipe.row_max, peak);
+    exp2_rows<kP, false>(step, recipe.row_max, peak);
   }
 }
 
-void softmax_tile(const vcattn_recipe& recipe, const SoftmaxTile& tile) {
+void softmax_step(const vcattn_recipe& recipe, const SoftmaxStep& step) {
   switch (recipe.p_format) {
     case VCATTN_P_EXPCAST:
-      if (recipe.row_max == VCATTN_MAX_RUNNING) return expcast_running(recipe, tile);
-      if (recipe.row_max == VCATTN_MAX_RUNNING_OCTAVE) return expcast_octave<false>(recipe, tile);
-      return expcast_octave<true>(recipe, tile);
+      if (recipe.row_max == VCATTN_MAX_RUNNING) return expcast_running(recipe, step);
+      if (recipe.row_max == VCATTN_MAX_RUNNING_OCTAVE) return expcast_octave<false>(recipe, step);
+      return expcast_octave<true>(recipe, step);
     case VCATTN_P_EXPCAST_TWO_LINES:
-      if (recipe.row_max == VCATTN_MAX_RUNNING) return expcast_two_lines<VCATTN_MAX_RUNNING>(tile);
-      if (recipe.row_max == VCATTN_MAX_RUNNING_OCTAVE) return expcast_two_lines<VCATTN_MAX_RUNNING_OCTAVE>(tile);
-      return expcast_two_lines<VCATTN_MAX_TILE_OCTAVE>(tile);
+      if (recipe.row_max == VCATTN_MAX_RUNNING) return expcast_two_lines<VCATTN_MAX_RUNNING>(step);
+      if (recipe.row_max == VCATTN_MAX_RUNNING_OCTAVE) return expcast_two_lines<VCATTN_MAX_RUNNING_OCTAVE>(step);
+      return expcast_two_lines<VCATTN_MAX_TILE_OCTAVE>(step);
     case VCATTN_P_E4M3:
-      return exp2_tile<VCATTN_P_E4M3>(recipe, tile);
+      return exp2_step<VCATTN_P_E4M3>(recipe, step);
     case VCATTN_P_BF16:
-      return exp2_tile<VCATTN_P_BF16>(recipe, tile);
+      return exp2_step<VCATTN_P_BF16>(recipe, step);
     case VCATTN_P_NVFP4:
-      return exp2_tile<VCATTN_P_NVFP4>(recipe, tile);
+      return exp2_step<VCATTN_P_NVFP4>(recipe, step);
     default:
-      return exp2_tile<VCATTN_P_FP32>(recipe, tile);
+      return exp2_step<VCATTN_P_FP32>(recipe, step);
   }
 }
 
@@ -347,13 +383,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace vcattn::cpu {
 namespace {
-HWY_EXPORT(softmax_tile);
+HWY_EXPORT(softmax_step);
 }  // namespace
 
 float initial_reference() { return -std::numeric_limits<float>::infinity(); }
 
-void softmax_tile(const vcattn_recipe& recipe, const SoftmaxTile& tile) {
-  HWY_DYNAMIC_DISPATCH(softmax_tile)(recipe, tile);
+void softmax_step(const vcattn_recipe& recipe, const SoftmaxStep& step) {
+  HWY_DYNAMIC_DISPATCH(softmax_step)(recipe, step);
 }
 
 double row_lse(const vcattn_recipe& recipe, float reference, double sum) {

@@ -11,10 +11,13 @@ namespace vcattn {
 
 // ---- block sizes -------------------------------------------------------------------------------------------------
 
-inline constexpr int kBlockN = 128;      // keys in a tile: what one softmax step sees
-inline constexpr int kScaleRows = 128;   // tokens under one block scale of Q or K
-inline constexpr int kFp4Group = 16;     // elements under one NVFP4 scale
-inline constexpr int kMinMeanRows = 32;  // rows under one mean of V: 32, 64 or 128
+inline constexpr int kBlockN = 128;               // keys in a tile
+inline constexpr int kMaxTileKeys = 2 * kBlockN;  // keys under one maximum of tile_octave: 128 or 256
+inline constexpr int kScaleRows = 128;            // tokens under one block scale of Q or K
+inline constexpr int kFp4Group = 16;              // elements under one NVFP4 scale
+inline constexpr int kMinMeanRows = 32;           // rows under one mean of V: 32, 64 or 128
+// Tokens under one FP64 partial sum of K's mean: fixed, so that the mean does not depend on who adds.
+inline constexpr int kStatisticsRows = 1024;
 
 // ---- scales ------------------------------------------------------------------------------------------------------
 
@@ -45,12 +48,16 @@ inline constexpr float kF16QueryMax = 16.0f;
 VCATTN_HD constexpr float f16_key_max(int64_t channels) { return channels > 128 ? 8.0f : 16.0f; }
 
 // The least e with abs_max <= limit * 2^e.
-inline int pow2_exponent(float abs_max, float limit) {
+VCATTN_HD inline int pow2_exponent(float abs_max, float limit) {
   if (abs_max < kSmallestAbsMax) return 0;
   int exponent;
   const float fraction = std::frexp(abs_max / limit, &exponent);  // in [0.5, 1)
   return fraction == 0.5f ? exponent - 1 : exponent;
 }
+
+// A channel's residuals may vanish beside its means (constant V). The scale then follows the means, at FP32's own
+// precision, so that means in units of the scale stay far from overflow.
+inline constexpr float kMeanFloor = 0x1p-24f;
 
 // ---- scores ------------------------------------------------------------------------------------------------------
 
@@ -70,8 +77,8 @@ inline constexpr float kExpCastLog2Peak = 8.0f;
 
 // Against an exact maximum the constant is 120 + beta with beta = -0.35, which balances the code of the maximum itself
 // (always exact) with the mean excess of the chord over the exponential. Against whole octaves the maximum falls
-// anywhere in its octave, beta cancels in the division, and the constant is the integer 120: then one fused
-// multiply-add onto 1.5 * 2^23 rounds once and exactly.
+// anywhere in its octave, beta cancels in the division, and the constant is the integer 120: 120 - 8E is exact, and one
+// fused multiply-add gives what is rounded to the code.
 inline constexpr float kExpCastBeta = -0.35f;
 inline constexpr float kExpCastIntercept = 119.65f;
 
@@ -116,5 +123,6 @@ VCATTN_HD constexpr int octaves_above_peak(int max_code) {
 // exceeds the exponentials' by 1.4375 ln 2 / (2^(15/16) - 2^(-1/16)). The output does not see it (the row sum carries
 // the same factor); lse is divided by it. Multiply by 2^(beta / 8) where the constant is 120 + beta.
 inline constexpr float kExpCastMeanRatio = 1.0405134f;
+inline constexpr float kExpCastLogMeanRatio = 0.0397142f;  // its natural logarithm
 
 }  // namespace vcattn

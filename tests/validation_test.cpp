@@ -2,6 +2,7 @@
 #include <functional>
 #include <limits>
 
+#include "core/recipes.h"
 #include "support.h"
 
 namespace vcattn::test {
@@ -61,7 +62,7 @@ TEST_F(Validation, RefusesWhatItCannotServe) {
         p.k.stride[1] = p.k.stride[2] = p.v.stride[1] = p.v.stride[2] = 0;
       },
       VCATTN_UNSUPPORTED, "v: 2 x 1073741824 x 1048576 rows; at most 2^38");
-  refused([&] { p.backend = 7; }, VCATTN_UNSUPPORTED, "backend 7 is not in this build");
+  refused([&] { p.backend = 7; }, VCATTN_UNSUPPORTED, "backend 7 is not known");
 }
 
 TEST_F(Validation, ProtectsMemory) {
@@ -96,7 +97,6 @@ TEST_F(Validation, ChecksScalarsAndFlags) {
     p = before;
   }
   refused([&] { p.num_threads = -1; }, VCATTN_INVALID_ARGUMENT, "num_threads is from 0 to 4096; found -1");
-  refused([&] { p.reserved = 7; }, VCATTN_INVALID_ARGUMENT, "params: reserved is 0; found 7");
   refused([&] { p.k.reserved = -7; }, VCATTN_INVALID_ARGUMENT, "k: reserved is 0; found -7");
   const uint8_t mask[18] = {};
   refused([&] { p.key_mask = mask, p.key_mask_stride[1] = -5; }, VCATTN_INVALID_ARGUMENT,
@@ -245,8 +245,12 @@ TEST(Recipe, NamesTheFieldsThatDisagree) {
       {[](vcattn_recipe& r) { r.grouping.clusters = 0; }, "recipe \"accurate\": clusters is at least 1"},
       {[](vcattn_recipe& r) { r.p_log2_peak = 9.0f; },
        "recipe \"accurate\": p_log2_peak is from 0 to log2(448) = 8.807"},
-      {[](vcattn_recipe& r) { r.promote_keys = 32; },
-       "recipe \"accurate\": row_max tile_octave promotes each tile: promote_keys is 0 or 128"},
+      {[](vcattn_recipe& r) { r.tile_keys = 192; }, "recipe \"accurate\": tile_keys is 128 or 256; found 192"},
+      {[](vcattn_recipe& r) { r.tile_keys = 0, r.row_max = VCATTN_MAX_RUNNING; },
+       "recipe \"accurate\": tile_keys is 128 or 256; found 0"},
+      {[](vcattn_recipe& r) { r.tile_keys = 512; }, "recipe field tile_keys has the unknown value 512"},
+      {[](vcattn_recipe& r) { r.promote_keys = 128; },
+       "recipe \"accurate\": row_max tile_octave promotes what each maximum covers: promote_keys is 0 or tile_keys"},
       {[](vcattn_recipe& r) { r.promote_keys = 100; },
        "recipe \"accurate\": promote_keys is a multiple of 32, the keys of one instruction"}};
   for (const Case& c : cases) {
@@ -254,6 +258,24 @@ TEST(Recipe, NamesTheFieldsThatDisagree) {
     c.change(p.recipe);
     EXPECT_EQ(attend(p).message, c.message);
   }
+}
+
+TEST(Recipe, OneMaximumCoversTwoTilesWhereTilesHaveTheirOwn) {
+  for (int i = 0; i < vcattn_recipe_count(); ++i) {
+    const vcattn_recipe r = recipe(vcattn_recipe_name(i));
+    EXPECT_EQ(r.tile_keys, r.row_max == VCATTN_MAX_TILE_OCTAVE ? 256 : 128) << r.name;
+  }
+  vcattn_recipe r = recipe("accurate");
+  for (const int32_t keys : {128, 256}) {
+    EXPECT_EQ(vcattn_recipe_set(&r, "tile_keys", std::to_string(keys).c_str(), nullptr), VCATTN_OK);
+    EXPECT_EQ(r.tile_keys, keys);
+    r.promote_keys = keys;
+    EXPECT_EQ(validate_recipe(r, nullptr), VCATTN_OK);
+  }
+  // The others ignore it.
+  r.row_max = VCATTN_MAX_RUNNING;
+  r.promote_keys = 32;
+  EXPECT_EQ(validate_recipe(r, nullptr), VCATTN_OK);
 }
 
 TEST(Recipe, TwoLinesIgnoresPhases) {
@@ -269,7 +291,19 @@ TEST(Backend, SaysWhatItRunsOn) {
   EXPECT_STREQ(vcattn_backend_info(0, &available, &reason), "cpu");
   EXPECT_EQ(available, 1);
   EXPECT_EQ(std::string(reason.text).rfind("runs here with ", 0), 0u) << reason.text;
-  EXPECT_EQ(vcattn_backend_info(1, &available, &reason), nullptr);
+  // Known in every build; it says why where it cannot run.
+  EXPECT_STREQ(vcattn_backend_info(1, &available, &reason), "sm90a");
+  EXPECT_STRNE(reason.text, "");
+  EXPECT_EQ(vcattn_backend_info(2, &available, &reason), nullptr);
+}
+
+// Whatever this machine has, device memory never reaches the CPU, nor host memory a GPU.
+TEST_F(Validation, MemoryThatTheBackEndDoesNotTake) {
+  refused([&] { p.backend = VCATTN_BACKEND_SM90A; }, VCATTN_INVALID_ARGUMENT,
+          "backend sm90a takes CUDA memory; memory says host");
+  refused([&] { p.backend = VCATTN_BACKEND_CPU, p.memory = VCATTN_MEMORY_CUDA; }, VCATTN_INVALID_ARGUMENT,
+          "backend cpu takes host memory; memory says CUDA");
+  refused([&] { p.memory = 2; }, VCATTN_INVALID_ARGUMENT, "memory is 0 (host) or 1 (CUDA); found 2");
 }
 
 }  // namespace

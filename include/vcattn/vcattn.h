@@ -192,7 +192,23 @@ VCATTN_API size_t vcattn_recipe_describe(const vcattn_recipe* recipe, char* text
 
 /* ---- attention ---------------------------------------------------------------------------------------------- */
 
-typedef enum vcattn_backend { VCATTN_BACKEND_AUTO = 0, VCATTN_BACKEND_CPU = 1 } vcattn_backend;
+typedef enum vcattn_backend {
+  VCATTN_BACKEND_AUTO = 0, /* CPU for host memory, the current device's for CUDA memory */
+  VCATTN_BACKEND_CPU = 1,
+  VCATTN_BACKEND_SM90A = 2 /* NVIDIA Hopper (H100, H200) */
+} vcattn_backend;
+
+/* Where the tensors, lse, key_mask, permutation, centroids and the workspace lie. cu_seqlens and the structs are in
+ * host memory always. */
+typedef enum vcattn_memory {
+  VCATTN_MEMORY_HOST = 0,
+  /* Of the calling thread's current device. Calls only launch on `stream`: they neither allocate nor wait, and may be
+     captured in a CUDA graph. So what a wait would find is not refused but shows: non-finite inputs act as under
+     VCATTN_ALLOW_NONFINITE; a permutation's entries outside its sequence make the head NaN (repeated ones give the
+     attention over the repeated keys); rows whose largest |softmax_scale q . k| passes 45,000, or 690 where scores
+     accumulate in FP16 (recipe `fast`), are NaN. */
+  VCATTN_MEMORY_CUDA = 1
+} vcattn_memory;
 
 enum {
   /* Let NaN and infinities in q, k and v through: a row of the output is NaN where its query row, any of its keys or
@@ -235,9 +251,10 @@ typedef struct vcattn_attention_params {
   vcattn_video_grid grid;
   vcattn_recipe recipe;
   int32_t backend;     /* vcattn_backend */
-  int32_t num_threads; /* at most; 0: as many as the process may use */
+  int32_t memory;      /* vcattn_memory */
+  void* stream;        /* CUDA: a cudaStream_t; NULL is the default stream */
+  int32_t num_threads; /* CPU: at most; 0: as many as the process may use */
   uint32_t flags;
-  uint32_t reserved; /* 0 */
 } vcattn_attention_params;
 
 /* Zeroes `params`, sets struct_size and the recipe `accurate`. */

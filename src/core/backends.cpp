@@ -1,11 +1,14 @@
-// The back ends of this build, in order of preference.
-#include <hwy/highway.h>
-#include <hwy/targets.h>
+// The back ends of this build.
+#include <algorithm>
+#include <iterator>
 
-#include <string_view>
-
+#include "core/backend.h"
 #include "core/message.h"
+#include "cpu/backend.h"
 #include "vcattn/vcattn.h"
+#if VCATTN_CUDA
+#include "arch/sm90a/backend.h"
+#endif
 
 #define VCATTN_STRING2(x) #x
 #define VCATTN_STRING(x) VCATTN_STRING2(x)
@@ -13,22 +16,51 @@
 namespace vcattn {
 namespace {
 
-struct Backend {
-  const char* name;
-  // Whether it can run here; `reason` says on what, or why not.
-  bool (*available)(vcattn_message* reason);
+#if !VCATTN_CUDA
+bool built_without_cuda(vcattn_message* reason) {
+  set_message(reason, "this build has no CUDA: no nvcc was found when it was configured");
+  return false;
+}
+#endif
+
+constexpr Backend kBackends[] = {
+    {"cpu", VCATTN_BACKEND_CPU, VCATTN_MEMORY_HOST, cpu::available, cpu::attention_bytes, cpu::attend, cpu::group_bytes,
+     cpu::group},
+#if VCATTN_CUDA
+    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, sm90a::available, sm90a::attention_bytes, sm90a::attend,
+     sm90a::group_bytes, sm90a::group},
+#else
+    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, built_without_cuda, nullptr, nullptr, nullptr, nullptr},
+#endif
 };
 
-bool cpu_available(vcattn_message* reason) {
-  const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;      // of those that are compiled in
-  const std::string_view name = hwy::TargetName(targets & -targets);  // the lowest bit is the best
-  set_message(reason, "runs here with {}", name.starts_with("AVX3") ? "AVX-512" : name);
-  return true;
-}
-
-constexpr Backend kBackends[] = {{"cpu", cpu_available}};
+constexpr const char* kMemories[] = {"host", "CUDA"};
 
 }  // namespace
+
+vcattn_code choose_backend(const vcattn_attention_params& params, const Backend*& chosen, vcattn_message* message) {
+  if (params.memory != VCATTN_MEMORY_HOST && params.memory != VCATTN_MEMORY_CUDA) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "memory is 0 (host) or 1 (CUDA); found {}", params.memory);
+  }
+  const bool automatic = params.backend == VCATTN_BACKEND_AUTO;
+  const Backend* found = std::find_if(std::begin(kBackends), std::end(kBackends), [&](const Backend& b) {
+    return automatic ? b.memory == params.memory : b.id == params.backend;
+  });
+  if (found == std::end(kBackends)) {
+    return fail(message, VCATTN_UNSUPPORTED, "backend {} is not known", params.backend);
+  }
+  if (found->memory != params.memory) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "backend {} takes {} memory; memory says {}", found->name,
+                kMemories[found->memory], kMemories[params.memory]);
+  }
+  vcattn_message reason = {};
+  if (!found->available(&reason)) {
+    return fail(message, VCATTN_UNSUPPORTED, "backend {} cannot run here: {}", found->name, reason.text);
+  }
+  chosen = found;
+  return VCATTN_OK;
+}
+
 }  // namespace vcattn
 
 extern "C" {

@@ -217,17 +217,11 @@ vcattn_code validate_common(const vcattn_attention_params* params, vcattn_messag
                 "params: struct_size is {}; found {} (use vcattn_attention_params_init and the header of this version)",
                 sizeof(vcattn_attention_params), params->struct_size);
   }
-  if (params->backend != VCATTN_BACKEND_AUTO && params->backend != VCATTN_BACKEND_CPU) {
-    return fail(message, VCATTN_UNSUPPORTED, "backend {} is not in this build", params->backend);
-  }
   if (params->num_threads < 0 || params->num_threads > 4096) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "num_threads is from 0 to 4096; found {}", params->num_threads);
   }
   if ((params->flags & ~uint32_t{VCATTN_ALLOW_NONFINITE}) != 0) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "flags: unknown bits in {:#x}", params->flags);
-  }
-  if (params->reserved != 0) {
-    return fail(message, VCATTN_INVALID_ARGUMENT, "params: reserved is 0; found {}", params->reserved);
   }
   if (const vcattn_code code = validate_recipe(params->recipe, message); code != VCATTN_OK) return code;
   if (const vcattn_code code = validate_tensor(params->v, "v", message); code != VCATTN_OK) return code;

@@ -1,0 +1,752 @@
+// Grouping on the GPU against what its contract says, and against the energy that the CPU's orders remove.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/tensor_access.h"
+#include "preprocess/group.h"
+#include "value_tokens.h"
+
+namespace vcattn::sm90a {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+void expect_ok(cudaError_t error, const char* what) {
+  ASSERT_EQ(error, cudaSuccess) << what << ": " << cudaGetErrorString(error);
+}
+#define CUDA_OK(call) expect_ok((call), #call)
+
+class DeviceBytes {
+ public:
+  explicit DeviceBytes(size_t size) : size_(size) { CUDA_OK(cudaMalloc(&data_, std::max<size_t>(size, 1))); }
+  ~DeviceBytes() { cudaFree(data_); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+
+  template <typename T>
+  T* as() {
+    return static_cast<T*>(data_);
+  }
+  void fill(int byte) { CUDA_OK(cudaMemset(data_, byte, size_)); }
+  void write(const void* from, size_t size) { CUDA_OK(cudaMemcpy(data_, from, size, cudaMemcpyHostToDevice)); }
+  template <typename T>
+  std::vector<T> read(int64_t count, int64_t first = 0) {
+    std::vector<T> out(static_cast<size_t>(count));
+    CUDA_OK(cudaMemcpy(out.data(), as<T>() + first, sizeof(T) * out.size(), cudaMemcpyDeviceToHost));
+    return out;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t size_;
+};
+
+// v on host and device. Strides in elements of (batch, token, head, channel).
+struct Values {
+  std::vector<std::byte> host;
+  std::unique_ptr<DeviceBytes> device;
+  vcattn_tensor view;  // of the device
+  vcattn_tensor host_view;
+
+  std::vector<float> row(int64_t b, int64_t t, int64_t h) const {
+    std::vector<float> out(static_cast<size_t>(view.shape[3]));
+    load_row(host_view, b, t, h, out.data());
+    return out;
+  }
+};
+
+using Fill = std::function<float(int64_t b, int64_t t, int64_t h, int64_t d)>;
+
+struct Layout {
+  vcattn_dtype dtype = VCATTN_BF16;
+  bool heads_outside = false;  // [batch, heads, tokens, head_dim] in memory
+  int64_t channel_stride = 1;
+  int64_t padding = 0;  // elements behind each row
+  int64_t first = 0;    // element of the allocation at which v begins
+};
+
+Values make_values(int64_t batch, int64_t tokens, int64_t heads, int64_t dim, const Fill& fill,
+                   const Layout& layout = {}) {
+  const int64_t row = dim * layout.channel_stride + layout.padding;
+  const int64_t head_stride = layout.heads_outside ? tokens * row : row;
+  const int64_t token_stride = layout.heads_outside ? row : heads * row;
+  const int64_t element = layout.dtype == VCATTN_FP32 ? 4 : 2;
+  Values v;
+  // What lies between the rows must not be read.
+  v.host.assign(static_cast<size_t>((layout.first + batch * tokens * heads * row) * element), std::byte{0xFF});
+  v.host_view = {v.host.data() + layout.first * element,
+                 layout.dtype,
+                 0,
+                 {batch, tokens, heads, dim},
+                 {tokens * heads * row, token_stride, head_stride, layout.channel_stride}};
+  std::vector<float> values(static_cast<size_t>(dim));
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t d = 0; d < dim; ++d) values[static_cast<size_t>(d)] = fill(b, t, h, d);
+        store_row(v.host_view, b, t, h, values.data());
+      }
+    }
+  }
+  v.device = std::make_unique<DeviceBytes>(v.host.size());
+  v.device->write(v.host.data(), v.host.size());
+  v.view = v.host_view;
+  v.view.data = v.device->as<std::byte>() + layout.first * element;
+  return v;
+}
+
+// Tokens around `groups` centres, another draw for each batch entry and head.
+Fill clustered(uint32_t seed, int64_t groups = 20) {
+  return [=](int64_t b, int64_t t, int64_t h, int64_t d) {
+    const auto draw = [](uint64_t x) {
+      x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+      x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+      return static_cast<float>(((x ^ (x >> 31)) >> 40) * 0x1p-23 - 1.0);
+    };
+    const uint64_t place = static_cast<uint64_t>((seed * 131 + b) * 131 + h);
+    const int64_t group = static_cast<int64_t>((draw(place * 1000003 + static_cast<uint64_t>(t) * 7 + 5) + 1) / 2 *
+                                               static_cast<float>(groups));
+    const float centre =
+        draw(((place * 1009 + static_cast<uint64_t>(group)) * 1013 + static_cast<uint64_t>(d)) * 0x9E3779B97F4A7C15u);
+    const float noise =
+        draw(((place * 1000003 + static_cast<uint64_t>(t)) * 131 + static_cast<uint64_t>(d)) * 0xD1B54A32D192ED03u);
+    return 2.0f * centre + noise;
+  };
+}
+
+struct Outcome {
+  std::vector<int32_t> permutation;
+  std::vector<float> centroids;
+  // Of the bits: what a call leaves alone is NaN.
+  bool operator==(const Outcome& other) const {
+    return permutation == other.permutation && centroids.size() == other.centroids.size() &&
+           std::memcmp(centroids.data(), other.centroids.data(), centroids.size() * sizeof(float)) == 0;
+  }
+};
+
+class Call {
+ public:
+  Call(const Values& v, int32_t v_order, const test::Grouping& grouping) {
+    params_.v = v.view;
+    params_.recipe.v_order = v_order;
+    params_.recipe.grouping = grouping;
+    refresh();
+  }
+  Call& mask(const std::vector<uint8_t>& bytes, int64_t batch_stride, int64_t token_stride) {
+    mask_ = std::make_unique<DeviceBytes>(bytes.size());
+    mask_->write(bytes.data(), bytes.size());
+    params_.key_mask = mask_->as<uint8_t>();
+    params_.key_mask_stride[0] = batch_stride;
+    params_.key_mask_stride[1] = token_stride;
+    refresh();
+    return *this;
+  }
+  Call& segments(std::vector<int64_t> cu_seqlens) {
+    cu_seqlens_ = std::move(cu_seqlens);
+    params_.cu_seqlens_q = params_.cu_seqlens_kv = cu_seqlens_.data();
+    params_.num_segments = static_cast<int64_t>(cu_seqlens_.size()) - 1;
+    refresh();
+    return *this;
+  }
+
+  const Problem& problem() const { return problem_; }
+  size_t scratch_bytes() const {
+    Arena arena(nullptr);
+    take_group_scratch(problem_, arena);
+    return arena.used();
+  }
+
+  // Runs with poisoned scratch and outputs between guards. `first_centroids` empty: cold, and none are kept where
+  // `keeps` is false.
+  Outcome run(std::vector<float> first_centroids = {}, bool keeps = true, int poison = 0xFF) {
+    constexpr size_t kGuard = 4096;
+    constexpr unsigned char kMark = 0xA5;
+    const size_t bytes = scratch_bytes();
+    DeviceBytes scratch(bytes + 2 * kGuard);
+    scratch.fill(kMark);
+    CUDA_OK(cudaMemset(scratch.as<std::byte>() + kGuard, poison, bytes));
+    Arena arena(scratch.as<std::byte>() + kGuard);
+    const GroupScratch taken = take_group_scratch(problem_, arena);
+    const int64_t positions = problem_.batch * problem_.num_heads_kv * problem_.seqlen_kv;
+    const int64_t num_centroids =
+        problem_.num_sequences * problem_.num_heads_kv * params_.recipe.grouping.clusters * problem_.head_dim;
+    DeviceBytes permutation(sizeof(int32_t) * positions), centroids(sizeof(float) * num_centroids);
+    permutation.fill(0x7F);
+    centroids.fill(0xFF);
+    const bool warm = !first_centroids.empty();
+    if (warm) centroids.write(first_centroids.data(), sizeof(float) * first_centroids.size());
+    CUDA_OK(group(problem_, taken, warm, keeps ? centroids.as<float>() : nullptr, permutation.as<int32_t>(), nullptr));
+    CUDA_OK(cudaDeviceSynchronize());
+    for (const size_t begin : {size_t{0}, kGuard + bytes}) {
+      const auto guard = scratch.read<unsigned char>(kGuard, static_cast<int64_t>(begin));
+      EXPECT_TRUE(std::all_of(guard.begin(), guard.end(), [](unsigned char b) { return b == kMark; }))
+          << "wrote outside the scratch";
+    }
+    return {permutation.read<int32_t>(positions), keeps ? centroids.read<float>(num_centroids) : std::vector<float>{}};
+  }
+
+ private:
+  void refresh() {
+    problem_ = {};
+    problem_.params = &params_;
+    problem_.batch = params_.v.shape[0];
+    problem_.seqlen_kv = params_.v.shape[1];
+    problem_.num_heads_kv = params_.v.shape[2];
+    problem_.head_dim = params_.v.shape[3];
+    problem_.num_sequences = params_.num_segments > 0 ? params_.num_segments : problem_.batch;
+  }
+
+  vcattn_attention_params params_{};
+  Problem problem_{};
+  std::unique_ptr<DeviceBytes> mask_;
+  std::vector<int64_t> cu_seqlens_;
+};
+
+// The row of (batch, head) in a permutation, `count` entries from `first` on.
+std::vector<int32_t> order_of(const Outcome& outcome, const Values& v, int64_t b, int64_t h, int64_t first = 0,
+                              int64_t count = -1) {
+  const int64_t tokens = v.view.shape[1];
+  const auto begin = outcome.permutation.begin() + (b * v.view.shape[2] + h) * tokens + first;
+  return {begin, begin + (count < 0 ? tokens : count)};
+}
+
+test::TokenBuffer tokens_of(const Values& v, int64_t b, int64_t h) {
+  test::TokenBuffer buffer(v.view.shape[1], v.view.shape[3]);
+  for (int64_t t = 0; t < v.view.shape[1]; ++t) {
+    const std::vector<float> row = v.row(b, t, h);
+    for (int64_t d = 0; d < v.view.shape[3]; ++d) buffer.at(t, d) = row[static_cast<size_t>(d)];
+  }
+  return buffer;
+}
+
+std::vector<int32_t> cpu_order(const test::TokenBuffer& buffer, int32_t v_order, const test::Grouping& grouping) {
+  const vsmooth::Tokens tokens = buffer.tokens();
+  std::vector<int32_t> permutation(static_cast<size_t>(tokens.count));
+  test::GuardedWorkspace workspace(vsmooth::grouping_workspace_size(tokens.count, tokens.stride, grouping, v_order));
+  vsmooth::order_tokens(tokens, v_order, grouping, {}, false, nullptr, permutation.data(), workspace.span());
+  return permutation;
+}
+
+void expect_permutations(const Outcome& outcome, const Values& v, const std::string& what) {
+  for (int64_t b = 0; b < v.view.shape[0]; ++b) {
+    for (int64_t h = 0; h < v.view.shape[2]; ++h) {
+      EXPECT_TRUE(test::is_permutation_of_tokens(order_of(outcome, v, b, h)))
+          << what << ", batch " << b << ", head " << h;
+    }
+  }
+}
+
+class GroupCuda : public testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+    cudaDeviceProp properties{};
+    CUDA_OK(cudaGetDeviceProperties(&properties, 0));
+    if (properties.major != 9 || properties.minor != 0) GTEST_SKIP() << properties.name << " is not sm_90";
+  }
+};
+
+constexpr int32_t kOrders[] = {VCATTN_ORDER_SEQUENCE, VCATTN_ORDER_KMEANS, VCATTN_ORDER_CHAIN};
+
+TEST_F(GroupCuda, GivesAPermutationForAnyShapeAndKeepsIt) {
+  const std::vector<std::array<int64_t, 4>> shapes = {// batch, tokens, heads, head_dim
+                                                      {1, 1, 1, 128},   {1, 2, 1, 64},     {2, 127, 3, 128},
+                                                      {1, 128, 2, 1},   {1, 129, 1, 40},   {1, 511, 1, 80},
+                                                      {2, 1000, 2, 64}, {1, 2500, 5, 128}, {1, 5000, 1, 127}};
+  for (const auto& [batch, tokens, heads, dim] : shapes) {
+    const Values v = make_values(batch, tokens, heads, dim, clustered(1));
+    for (const int32_t clusters : {1, 5, 63, 64, 65, 200, 1024}) {
+      for (const int32_t v_order : kOrders) {
+        Call call(v, v_order, {.clusters = clusters, .iterations = 3});
+        ASSERT_EQ(group_unsupported(call.problem()), nullptr);
+        const std::string what = "[" + std::to_string(batch) + ", " + std::to_string(tokens) + ", " +
+                                 std::to_string(heads) + ", " + std::to_string(dim) + "], " + std::to_string(clusters) +
+                                 " clusters, order " + std::to_string(v_order);
+        const Outcome first = call.run({}, true, 0xFF);
+        expect_permutations(first, v, what);
+        EXPECT_TRUE(first == call.run({}, true, 0x00)) << what << ": another run, another result";
+        if (v_order == VCATTN_ORDER_SEQUENCE) {
+          EXPECT_EQ(order_of(first, v, batch - 1, heads - 1), test::identity(tokens)) << what;
+          continue;
+        }
+        EXPECT_EQ(first.permutation, call.run({}, false).permutation) << what << ": without centroids";
+        for (const float c : first.centroids) ASSERT_TRUE(std::isfinite(c)) << what;
+        const int64_t used = std::min<int64_t>(clusters, tokens);
+        for (int64_t slot = 0; slot < batch * heads; ++slot) {
+          for (int64_t i = used * dim; i < clusters * dim; ++i) {
+            ASSERT_EQ(first.centroids[static_cast<size_t>(slot * clusters * dim + i)], 0.0f) << what << ", unused";
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same numbers, exact in every type, wherever they lie.
+TEST_F(GroupCuda, TypesAndStridesDoNotMatter) {
+  const Fill base = clustered(2);
+  const Fill fill = [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+    return std::round(base(b, t, h, d) * 16.0f) / 16.0f;
+  };
+  for (const int64_t dim : {64, 72, 128}) {
+    for (const int32_t clusters : {16, 100}) {
+      const test::Grouping grouping{.clusters = clusters, .iterations = 3};
+      const Values dense = make_values(2, 700, 3, dim, fill);
+      const Outcome expected = Call(dense, VCATTN_ORDER_CHAIN, grouping).run();
+      const std::vector<Layout> layouts = {
+          {.dtype = VCATTN_FP16},  {.dtype = VCATTN_FP32},
+          {.heads_outside = true}, {.padding = 8},
+          {.padding = 1},          {.first = 1},
+          {.channel_stride = 2},   {.dtype = VCATTN_FP32, .heads_outside = true, .channel_stride = 3, .padding = 5}};
+      for (size_t i = 0; i < layouts.size(); ++i) {
+        const Values v = make_values(2, 700, 3, dim, fill, layouts[i]);
+        EXPECT_TRUE(Call(v, VCATTN_ORDER_CHAIN, grouping).run() == expected)
+            << dim << " channels, " << clusters << " clusters, layout " << i;
+      }
+    }
+  }
+}
+
+TEST_F(GroupCuda, OffsetsHave64Bits) {
+  const Fill fill = clustered(3);
+  const int64_t tokens = 1500, heads = 2, dim = 128, token_stride = int64_t{1} << 22;  // 6e9 elements
+  const test::Grouping grouping{.clusters = 20, .iterations = 2};
+  const Values dense = make_values(1, tokens, heads, dim, fill);
+  DeviceBytes far(static_cast<size_t>(2 * tokens * token_stride));
+  CUDA_OK(cudaMemcpy2D(far.as<std::byte>(), 2 * token_stride, dense.device->as<std::byte>(), 2 * heads * dim,
+                       2 * heads * dim, tokens, cudaMemcpyDeviceToDevice));
+  Values spread;
+  spread.view = dense.view;
+  spread.view.data = far.as<std::byte>();
+  spread.view.stride[1] = token_stride;
+  EXPECT_TRUE(Call(spread, VCATTN_ORDER_CHAIN, grouping).run() == Call(dense, VCATTN_ORDER_CHAIN, grouping).run());
+}
+
+// The order by label is what the returned centroids say, and each centroid is the mean of its tokens once Lloyd's
+// algorithm has converged.
+TEST_F(GroupCuda, KMeansGroupsByNearestCentroid) {
+  for (const int32_t clusters : {12, 90}) {
+    constexpr int64_t kTokens = 3000, kDim = 48;
+    const Values v = make_values(1, kTokens, 2, kDim, clustered(4, 12));
+    const Outcome outcome = Call(v, VCATTN_ORDER_KMEANS, {.clusters = clusters, .iterations = 40}).run();
+    for (int64_t h = 0; h < 2; ++h) {
+      std::vector<int32_t> labels(kTokens);
+      std::vector<double> sums(static_cast<size_t>(clusters * kDim));
+      std::vector<int64_t> sizes(static_cast<size_t>(clusters));
+      const auto centroid = [&](int32_t j, int64_t d) {
+        return double{outcome.centroids[static_cast<size_t>((h * clusters + j) * kDim + d)]};
+      };
+      for (int64_t t = 0; t < kTokens; ++t) {
+        const std::vector<float> row = v.row(0, t, h);
+        double best = kInfinity;
+        for (int32_t j = 0; j < clusters; ++j) {
+          double distance = 0;
+          for (int64_t d = 0; d < kDim; ++d) distance += std::pow(row[static_cast<size_t>(d)] - centroid(j, d), 2);
+          if (distance < best) {
+            best = distance;
+            labels[static_cast<size_t>(t)] = j;
+          }
+        }
+        const int32_t label = labels[static_cast<size_t>(t)];
+        ++sizes[static_cast<size_t>(label)];
+        for (int64_t d = 0; d < kDim; ++d)
+          sums[static_cast<size_t>(label * kDim + d)] += double{row[static_cast<size_t>(d)]};
+      }
+      const std::vector<int32_t> order = order_of(outcome, v, 0, h);
+      ASSERT_TRUE(test::is_permutation_of_tokens(order));
+      // Centroids are rounded to BF16 on the GPU, so tokens between two of them may be either's.
+      int64_t other = 0;
+      std::vector<int32_t> expected = test::identity(kTokens);
+      std::stable_sort(expected.begin(), expected.end(), [&](int32_t a, int32_t b) {
+        return labels[static_cast<size_t>(a)] < labels[static_cast<size_t>(b)];
+      });
+      std::vector<int32_t> place(kTokens);
+      int64_t descents = 0;
+      for (int64_t i = 1; i < kTokens; ++i) {
+        const int32_t a = order[static_cast<size_t>(i - 1)], b = order[static_cast<size_t>(i)];
+        const int32_t la = labels[static_cast<size_t>(a)], lb = labels[static_cast<size_t>(b)];
+        if (la > lb) ++other;
+        if (la == lb && a > b) ++descents;
+      }
+      EXPECT_LE(other, kTokens / 100) << clusters << " clusters: not by nearest centroid";
+      EXPECT_LE(descents, kTokens / 100) << clusters << " clusters: not stable";
+      double error = 0, norm = 0;
+      for (int32_t j = 0; j < clusters; ++j) {
+        for (int64_t d = 0; d < kDim && sizes[static_cast<size_t>(j)] > 0; ++d) {
+          const double mean =
+              sums[static_cast<size_t>(j * kDim + d)] / static_cast<double>(sizes[static_cast<size_t>(j)]);
+          error += std::pow(mean - centroid(j, d), 2);
+          norm += mean * mean;
+        }
+      }
+      EXPECT_LT(std::sqrt(error / norm), 0.02) << clusters << " clusters: centroids are not the means";
+    }
+  }
+}
+
+// One channel: a path through the clusters is the line, and blocks that exchange end up sorted.
+TEST_F(GroupCuda, BlocksOfTokensOnALineAreIntervals) {
+  constexpr int64_t kTokens = 512;  // integers from -256 are exact in BF16
+  std::vector<int32_t> values = test::identity(kTokens);
+  std::shuffle(values.begin(), values.end(), std::mt19937(5));
+  const Values v = make_values(1, kTokens, 1, 1, [&](int64_t, int64_t t, int64_t, int64_t) {
+    return static_cast<float>(values[static_cast<size_t>(t)] - 256);
+  });
+  for (const int32_t clusters : {2, 5, 40, 100}) {
+    const Outcome outcome = Call(v, VCATTN_ORDER_CHAIN, {.clusters = clusters, .iterations = 4}).run();
+    for (int64_t block = 0; block < kTokens / 128; ++block) {
+      std::set<int32_t> interval;
+      for (int64_t i = 0; i < 128; ++i) {
+        interval.insert(values[static_cast<size_t>(outcome.permutation[static_cast<size_t>(block * 128 + i)])]);
+      }
+      EXPECT_EQ(*interval.rbegin() - *interval.begin(), 127) << clusters << " clusters, block " << block;
+    }
+  }
+}
+
+// Ten groups of 128 tokens each, far apart: exactly the blocks.
+TEST_F(GroupCuda, KeepsClustersOfWholeBlocksTogether) {
+  constexpr int64_t kTokens = 1280;
+  std::vector<int32_t> groups(kTokens);
+  for (size_t i = 0; i < groups.size(); ++i) groups[i] = static_cast<int32_t>(i % 10);
+  std::shuffle(groups.begin() + 10, groups.end(), std::mt19937(9));
+  std::vector<float> centres(10 * 16);
+  std::mt19937 random(10);
+  for (float& c : centres) c = static_cast<float>(random() % 64);
+  const Values v = make_values(1, kTokens, 1, 16, [&](int64_t, int64_t t, int64_t, int64_t d) {
+    return centres[static_cast<size_t>(groups[static_cast<size_t>(t)] * 16 + d)] +
+           static_cast<float>((t * 7 + d * 3) % 5) / 16.0f;
+  });
+  const Outcome outcome = Call(v, VCATTN_ORDER_CHAIN, {.clusters = 10, .iterations = 6}).run();
+  for (size_t i = 0; i < kTokens; ++i) {
+    ASSERT_EQ(groups[static_cast<size_t>(outcome.permutation[i])],
+              groups[static_cast<size_t>(outcome.permutation[i / 128 * 128])])
+        << "position " << i;
+  }
+}
+
+// A masked call is the call on the admitted tokens alone.
+TEST_F(GroupCuda, MaskedTokensTakeNoPart) {
+  constexpr int64_t kBatch = 4, kTokens = 1300, kHeads = 2, kDim = 64;
+  const Fill fill = clustered(6);
+  const Values v = make_values(kBatch, kTokens, kHeads, kDim, fill);
+  std::vector<std::vector<int32_t>> admitted(kBatch);
+  constexpr int64_t kTokenStride = 3, kBatchStride = kTokens * kTokenStride + 17;
+  std::vector<uint8_t> mask(static_cast<size_t>(kBatch * kBatchStride), 1);
+  for (int64_t b = 0; b < kBatch; ++b) {
+    for (int64_t t = 0; t < kTokens; ++t) {
+      const bool admits = b == 0 || (b == 1 && (t * 7919 + 13) % 3 != 0) || (b == 3 && t == 700);  // 2: nothing
+      mask[static_cast<size_t>(b * kBatchStride + t * kTokenStride)] = admits ? 0x40 : 0;
+      if (admits) admitted[static_cast<size_t>(b)].push_back(static_cast<int32_t>(t));
+    }
+  }
+  for (const int32_t clusters : {10, 64, 80}) {
+    for (const int32_t v_order : kOrders) {
+      const test::Grouping grouping{.clusters = clusters, .iterations = 3};
+      const Outcome masked = Call(v, v_order, grouping).mask(mask, kBatchStride, kTokenStride).run();
+      for (int64_t b = 0; b < kBatch; ++b) {
+        const auto& kept = admitted[static_cast<size_t>(b)];
+        const auto count = static_cast<int64_t>(kept.size());
+        const std::string what =
+            std::to_string(clusters) + " clusters, order " + std::to_string(v_order) + ", batch " + std::to_string(b);
+        Outcome alone;
+        if (count > 0) {
+          const Values dense = make_values(1, count, kHeads, kDim, [&](int64_t, int64_t t, int64_t h, int64_t d) {
+            return fill(b, kept[static_cast<size_t>(t)], h, d);
+          });
+          alone = Call(dense, v_order, grouping).run();
+        }
+        for (int64_t h = 0; h < kHeads; ++h) {
+          std::vector<int32_t> expected(kTokens, -1);
+          for (int64_t i = 0; i < count; ++i) {
+            expected[static_cast<size_t>(i)] =
+                kept[static_cast<size_t>(alone.permutation[static_cast<size_t>(h * count + i)])];
+          }
+          EXPECT_EQ(order_of(masked, v, b, h), expected) << what << ", head " << h;
+        }
+        if (v_order == VCATTN_ORDER_SEQUENCE) continue;
+        const int64_t size = kHeads * clusters * kDim;
+        const std::vector<float> centroids(masked.centroids.begin() + b * size,
+                                           masked.centroids.begin() + (b + 1) * size);
+        EXPECT_EQ(centroids, count > 0 ? alone.centroids : std::vector<float>(static_cast<size_t>(size))) << what;
+      }
+    }
+  }
+}
+
+// Segments are calls of their own; some are empty.
+TEST_F(GroupCuda, SegmentsAreGroupedByThemselves) {
+  std::vector<int64_t> cu_seqlens = {0, 0, 700, 701, 701, 1400, 2000, 2000};
+  // More than one table's worth of segments, most of them of one token.
+  for (int64_t i = 0; i < 200; ++i) cu_seqlens.push_back(2000 + i);
+  const int64_t tokens = cu_seqlens.back(), heads = 3, dim = 128;
+  const Fill fill = clustered(7);
+  const Values v = make_values(1, tokens, heads, dim, fill);
+  for (const int32_t clusters : {30, 70}) {
+    for (const int32_t v_order : kOrders) {
+      const test::Grouping grouping{.clusters = clusters, .iterations = 3};
+      const Outcome packed = Call(v, v_order, grouping).segments(cu_seqlens).run();
+      for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s) {
+        const int64_t first = cu_seqlens[s], count = cu_seqlens[s + 1] - first, size = heads * clusters * dim;
+        Outcome alone;
+        alone.centroids.assign(static_cast<size_t>(size), 0.0f);
+        if (count > 0) {
+          const Values dense = make_values(
+              1, count, heads, dim, [&](int64_t, int64_t t, int64_t h, int64_t d) { return fill(0, first + t, h, d); });
+          alone = Call(dense, v_order, grouping).run();
+        }
+        for (int64_t h = 0; h < heads; ++h) {
+          const std::vector<int32_t> expected(alone.permutation.begin() + h * count,
+                                              alone.permutation.begin() + (h + 1) * count);
+          ASSERT_EQ(order_of(packed, v, 0, h, first, count), expected)
+              << clusters << " clusters, order " << v_order << ", segment " << s << ", head " << h;
+        }
+        if (v_order == VCATTN_ORDER_SEQUENCE) continue;
+        const auto begin = packed.centroids.begin() + static_cast<int64_t>(s) * size;
+        ASSERT_TRUE(std::equal(begin, begin + size, alone.centroids.begin())) << "centroids of segment " << s;
+      }
+    }
+  }
+}
+
+TEST_F(GroupCuda, WhatIsNotFiniteCountsAsZero) {
+  constexpr int64_t kTokens = 1700, kDim = 128;
+  const Fill base = clustered(8);
+  const auto broken = [](int64_t t, int64_t d) {
+    if (t == 0 || t == 1699 || t % 97 == 5) return d % 3 == 0 ? 1 : 0;  // NaN in parts of a row
+    if (t % 101 == 7) return d == 127 ? 2 : 0;
+    return t == 800 ? 3 : 0;  // a whole row
+  };
+  const float bad[] = {0.0f, kNan, kInfinity, -kInfinity};
+  for (const vcattn_dtype dtype : {VCATTN_BF16, VCATTN_FP16, VCATTN_FP32}) {
+    for (const int32_t clusters : {32, 90}) {
+      for (const int32_t v_order : kOrders) {
+        const test::Grouping grouping{.clusters = clusters, .iterations = 3};
+        const Values dirty = make_values(1, kTokens, 1, kDim,
+                                         [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+                                           return broken(t, d) != 0 ? bad[broken(t, d)] : base(b, t, h, d);
+                                         },
+                                         {.dtype = dtype});
+        const Values clean = make_values(
+            1, kTokens, 1, kDim,
+            [&](int64_t b, int64_t t, int64_t h, int64_t d) { return broken(t, d) != 0 ? 0.0f : base(b, t, h, d); },
+            {.dtype = dtype});
+        EXPECT_TRUE(Call(dirty, v_order, grouping).run() == Call(clean, v_order, grouping).run())
+            << "dtype " << dtype << ", " << clusters << " clusters, order " << v_order;
+      }
+    }
+  }
+}
+
+TEST_F(GroupCuda, ExtremeValuesStillGiveAPermutation) {
+  const Fill base = clustered(9);
+  const std::vector<Fill> fills = {
+      [](int64_t, int64_t, int64_t, int64_t) { return 0.0f; },
+      [](int64_t, int64_t, int64_t, int64_t) { return 1.5f; },
+      [](int64_t, int64_t t, int64_t, int64_t) { return static_cast<float>(t % 3); },
+      [](int64_t, int64_t t, int64_t, int64_t) { return t < 900 ? 1.0f : static_cast<float>(t); },
+      [](int64_t, int64_t t, int64_t, int64_t) { return t % 2 == 0 ? 3e38f : -3e38f; },
+      [](int64_t, int64_t t, int64_t, int64_t d) { return t % 2 == 0 ? (d == 3 ? 3e38f : 1.0f) : 1e-38f; },
+      [&](int64_t b, int64_t t, int64_t h, int64_t d) { return 1e19f * base(b, t, h, d); },
+      [](int64_t, int64_t, int64_t, int64_t) { return kNan; },
+  };
+  for (size_t i = 0; i < fills.size(); ++i) {
+    for (const int32_t clusters : {1, 8, 64, 300}) {
+      for (const int32_t v_order : kOrders) {
+        const Values v = make_values(1, 1800, 1, 128, fills[i]);
+        Call call(v, v_order, {.clusters = clusters, .iterations = 3});
+        const std::string what = "case " + std::to_string(i) + ", " + std::to_string(clusters) + " clusters, order " +
+                                 std::to_string(v_order);
+        const Outcome first = call.run();
+        expect_permutations(first, v, what);
+        EXPECT_TRUE(
+            std::memcmp(first.permutation.data(), call.run().permutation.data(), 4 * first.permutation.size()) == 0)
+            << what;
+      }
+    }
+  }
+}
+
+// Half of the tokens are the same, and so are half of the seeds: the clusters they leave empty are used elsewhere.
+TEST_F(GroupCuda, EmptyClustersTakeFarTokens) {
+  constexpr int64_t kTokens = 8192;
+  const Fill base = clustered(11, 60);
+  const Values v = make_values(1, kTokens, 1, 32, [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+    return t < kTokens / 2 ? 0.25f : base(b, t, h, d);
+  });
+  const test::TokenBuffer buffer = tokens_of(v, 0, 0);
+  for (const int32_t clusters : {60, 120}) {
+    const test::Grouping grouping{.clusters = clusters, .iterations = 6};
+    const Outcome outcome = Call(v, VCATTN_ORDER_KMEANS, grouping).run();
+    std::set<std::vector<float>> distinct;
+    for (int32_t j = 0; j < clusters; ++j) {
+      distinct.insert({outcome.centroids.begin() + j * 32, outcome.centroids.begin() + (j + 1) * 32});
+    }
+    EXPECT_GE(distinct.size(), static_cast<size_t>(clusters * 3 / 4)) << clusters << " clusters";
+    EXPECT_GT(test::energy(buffer, order_of(outcome, v, 0, 0), 128),
+              0.90 * test::energy(buffer, cpu_order(buffer, VCATTN_ORDER_KMEANS, grouping), 128))
+        << clusters << " clusters";
+  }
+}
+
+TEST_F(GroupCuda, WarmStartsFromTheGivenCentroids) {
+  const Values v = make_values(1, 6000, 2, 128, clustered(12, 100));
+  for (const int32_t clusters : {40, 100}) {
+    const test::Grouping grouping{.clusters = clusters, .iterations = 5, .warm_iterations = 0};
+    const Outcome cold = Call(v, VCATTN_ORDER_KMEANS, grouping).run();
+    // No iteration: the same centroids, and the same assignment to them.
+    EXPECT_TRUE(Call(v, VCATTN_ORDER_KMEANS, grouping).run(cold.centroids) == cold) << clusters;
+    // One more is what six cold ones are.
+    const Outcome warm =
+        Call(v, VCATTN_ORDER_KMEANS, {.clusters = clusters, .iterations = 5, .warm_iterations = 1}).run(cold.centroids);
+    EXPECT_TRUE(warm == Call(v, VCATTN_ORDER_KMEANS, {.clusters = clusters, .iterations = 6}).run()) << clusters;
+    // A centroid that is not finite attracts no token, and finds its place again.
+    std::vector<float> damaged = cold.centroids;
+    damaged[5 * 128 + 3] = kNan;
+    const Outcome healed =
+        Call(v, VCATTN_ORDER_CHAIN, {.clusters = clusters, .iterations = 5, .warm_iterations = 2}).run(damaged);
+    expect_permutations(healed, v, "damaged centroids");
+    for (const float c : healed.centroids) ASSERT_TRUE(std::isfinite(c)) << clusters;
+  }
+}
+
+TEST_F(GroupCuda, RunsInAGraph) {
+  for (const int32_t clusters : {64, 100}) {
+    const Values v = make_values(1, 4000, 3, 128, clustered(13));
+    Call call(v, VCATTN_ORDER_CHAIN, {.clusters = clusters, .iterations = 4});
+    const Outcome expected = call.run();
+    DeviceBytes scratch(call.scratch_bytes()), permutation(4 * expected.permutation.size()),
+        centroids(4 * expected.centroids.size());
+    Arena arena(scratch.as<std::byte>());
+    const GroupScratch taken = take_group_scratch(call.problem(), arena);
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CUDA_OK(group(call.problem(), taken, false, centroids.as<float>(), permutation.as<int32_t>(), stream));
+    cudaGraph_t graph;
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t executable;
+    CUDA_OK(cudaGraphInstantiate(&executable, graph, 0));
+    for (int run = 0; run < 3; ++run) {
+      permutation.fill(0x7F);
+      centroids.fill(0xFF);
+      scratch.fill(0xFF);
+      CUDA_OK(cudaGraphLaunch(executable, stream));
+      CUDA_OK(cudaStreamSynchronize(stream));
+      EXPECT_EQ(permutation.read<int32_t>(static_cast<int64_t>(expected.permutation.size())), expected.permutation);
+      EXPECT_EQ(centroids.read<float>(static_cast<int64_t>(expected.centroids.size())), expected.centroids);
+    }
+    CUDA_OK(cudaGraphExecDestroy(executable));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CUDA_OK(cudaStreamDestroy(stream));
+  }
+}
+
+TEST_F(GroupCuda, RemovesTheEnergyThatTheCpuRemovesFromLargeSequences) {
+  struct Case {
+    int64_t tokens;
+    int32_t clusters;
+    int64_t groups;
+  };
+  for (const Case& c : {Case{111600, 64, 300}, Case{52000, 64, 40}, Case{20000, 200, 150}, Case{20000, 1024, 500}}) {
+    const Values v = make_values(1, c.tokens, 1, 64, clustered(14, c.groups));
+    const test::TokenBuffer buffer = tokens_of(v, 0, 0);
+    const test::Grouping grouping{.clusters = c.clusters, .iterations = 4};
+    for (const int32_t v_order : {VCATTN_ORDER_KMEANS, VCATTN_ORDER_CHAIN}) {
+      const Outcome outcome = Call(v, v_order, grouping).run();
+      const std::vector<int32_t> order = order_of(outcome, v, 0, 0);
+      ASSERT_TRUE(test::is_permutation_of_tokens(order));
+      const double gpu = test::energy(buffer, order, 128),
+                   cpu = test::energy(buffer, cpu_order(buffer, v_order, grouping), 128);
+      RecordProperty("energy", std::to_string(gpu) + " against " + std::to_string(cpu));
+      EXPECT_GT(gpu, 0.98 * cpu) << c.tokens << " tokens, " << c.clusters << " clusters, order " << v_order << ", CPU "
+                                 << cpu;
+    }
+  }
+}
+
+class GroupCudaData : public GroupCuda, public testing::WithParamInterface<const char*> {};
+
+TEST_P(GroupCudaData, RemovesTheEnergyThatTheCpuRemoves) {
+  const test::TokenBuffer buffer = test::load_values(GetParam());
+  const vsmooth::Tokens tokens = buffer.tokens();
+  const Values v = make_values(1, tokens.count, 1, tokens.dim,
+                               [&](int64_t, int64_t t, int64_t, int64_t d) { return tokens.row(t)[d]; });
+  const test::Grouping grouping{.clusters = 64, .iterations = 4, .warm_iterations = 2};
+  std::vector<float> centroids;
+  for (const int32_t v_order : {VCATTN_ORDER_KMEANS, VCATTN_ORDER_CHAIN}) {
+    const Outcome cold = Call(v, v_order, grouping).run();
+    const Outcome warm = Call(v, v_order, grouping).run(cold.centroids);
+    const double cpu = test::energy(buffer, cpu_order(buffer, v_order, grouping), 128);
+    for (const Outcome* outcome : {&cold, &warm}) {
+      const std::vector<int32_t> order = order_of(*outcome, v, 0, 0);
+      ASSERT_TRUE(test::is_permutation_of_tokens(order));
+      EXPECT_GT(test::energy(buffer, order, 128), 0.98 * cpu)
+          << (outcome == &cold ? "cold" : "warm") << ", order " << v_order << ", CPU " << cpu;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layers, GroupCudaData,
+                         testing::Values("qkv_layer2_16448.safetensors", "qkv_layer6_4160.safetensors"));
+
+TEST(GroupCudaPlan, RefusesByName) {
+  vcattn_attention_params p{};
+  p.v.shape[0] = p.v.shape[1] = p.v.shape[2] = p.v.shape[3] = 1;
+  p.recipe.v_order = VCATTN_ORDER_CHAIN;
+  p.recipe.grouping = test::Grouping{.clusters = 64};
+  Problem problem{};
+  problem.params = &p;
+  problem.batch = problem.seqlen_kv = problem.num_heads_kv = problem.head_dim = problem.num_sequences = 1;
+  EXPECT_EQ(group_unsupported(problem), nullptr);
+  p.recipe.grouping.seeding = VCATTN_SEED_PLUSPLUS;
+  EXPECT_STREQ(group_unsupported(problem), "has k-means with seeding spaced only");
+  p.recipe.grouping = test::Grouping{.clusters = 1025};
+  EXPECT_STREQ(group_unsupported(problem), "has k-means with at most 1024 clusters");
+  p.recipe.v_order = VCATTN_ORDER_SEQUENCE;
+  EXPECT_EQ(group_unsupported(problem), nullptr);
+  p.recipe.v_order = VCATTN_ORDER_CUBE;
+  EXPECT_STREQ(group_unsupported(problem), "has v_order sequence, kmeans and chain only");
+  p.recipe.v_order = VCATTN_ORDER_KMEANS;
+  p.recipe.grouping = test::Grouping{.clusters = 4};
+  problem.head_dim = 129;
+  EXPECT_STREQ(group_unsupported(problem), "groups values of at most 128 channels");
+  problem.head_dim = 128;
+  problem.seqlen_kv = (int64_t{1} << 30) + 1;
+  EXPECT_STREQ(group_unsupported(problem), "groups sequences of at most 2^30 tokens");
+}
+
+TEST(GroupCudaPlan, ScratchIsASmallPartOfLongSequences) {
+  for (const auto& [tokens, heads] : {std::pair<int64_t, int64_t>{75600, 40}, {32760, 40}, {111600, 24}}) {
+    vcattn_attention_params p{};
+    p.recipe.v_order = VCATTN_ORDER_CHAIN;
+    p.recipe.grouping = test::Grouping{.clusters = 64};
+    Problem problem{};
+    problem.params = &p;
+    problem.batch = problem.num_sequences = 1;
+    problem.seqlen_kv = tokens;
+    problem.num_heads_kv = heads;
+    problem.head_dim = 128;
+    Arena arena(nullptr);
+    take_group_scratch(problem, arena);
+    EXPECT_LT(static_cast<double>(arena.used()), 0.10 * static_cast<double>(tokens * heads * 256))
+        << tokens << " x " << heads;
+  }
+}
+
+}  // namespace
+}  // namespace vcattn::sm90a

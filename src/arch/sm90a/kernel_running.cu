@@ -1,0 +1,7 @@
+#include "arch/sm90a/kernel.cuh"
+
+VCATTN_KERNEL(kRunning128, {.head_dim = 128,
+                            .scores = Scores::kInt8,
+                            .probabilities = Probabilities::kExp2,
+                            .row_maximum = RowMaximum::kRunning,
+                            .means = true})

@@ -9,5 +9,6 @@ void add_info(CLI::App& app);
 void add_attend(CLI::App& app);
 void add_compare(CLI::App& app);
 void add_synth(CLI::App& app);
+void add_bench(CLI::App& app);
 
 }  // namespace vcattn::cli

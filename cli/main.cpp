@@ -30,6 +30,7 @@ int main(int argc, char** argv) {
     vcattn::cli::add_attend(app);
     vcattn::cli::add_compare(app);
     vcattn::cli::add_synth(app);
+    vcattn::cli::add_bench(app);
     app.parse(argc, argv);
     return 0;
   } catch (const CLI::ParseError& error) {

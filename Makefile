@@ -2,7 +2,8 @@
 JOBS ?= $(shell nproc)
 PRESET ?= release
 
-.PHONY: demo test test-sanitize bench fuzz build deps deps-bench deps-fuzz format clean
+.PHONY: demo test test-sanitize test-python test-torch test-wheel bench fuzz build deps deps-bench deps-fuzz deps-python \
+  format clean
 
 demo: build
 	@mkdir -p out
@@ -12,6 +13,7 @@ demo: build
 
 test: build
 	ctest --test-dir build --output-on-failure -j $(JOBS)
+	$(MAKE) --no-print-directory test-python
 
 build: deps
 	cmake --preset release
@@ -21,6 +23,25 @@ test-sanitize: deps
 	cmake --preset sanitize
 	cmake --build build-sanitize -j $(JOBS)
 	ctest --test-dir build-sanitize --output-on-failure -j $(JOBS)
+
+# The Python layer over the library of build/, in a virtual environment of its own: without torch (seconds), and with
+# torch and diffusers from PyPI. What needs a GPU, or a host that is not installed, skips and says so.
+PYTEST = VCATTN_LIBRARY=build/src/libvcattn.so python -m pytest -q -rs
+build/python/%: deps-python
+	@test -x $@/bin/pip || python3 -m venv $@
+
+test-python: build build/python/plain
+	build/python/plain/bin/pip install -q numpy ml_dtypes pytest
+	. build/python/plain/bin/activate && $(PYTEST)
+
+test-torch: build build/python/torch
+	build/python/torch/bin/pip install -q numpy pytest torch diffusers safetensors matplotlib
+	. build/python/torch/bin/activate && $(PYTEST)
+
+# Builds and installs the wheel as a user would, and runs the tests against what was installed.
+test-wheel: deps deps-python build/python/wheel
+	build/python/wheel/bin/pip install -q . pytest
+	. build/python/wheel/bin/activate && python -m pytest -q -o pythonpath=python/tests
 
 bench: deps deps-bench
 	cmake --preset bench
@@ -42,9 +63,11 @@ deps-bench:
 	@scripts/install_deps.sh bench
 deps-fuzz:
 	@scripts/install_deps.sh fuzz
+deps-python:
+	@scripts/install_deps.sh python
 
 format:
-	git ls-files '*.h' '*.hpp' '*.cpp' '*.c' | grep -v '^lab/' | xargs clang-format -i
+	git ls-files '*.h' '*.hpp' '*.cpp' '*.c' '*.cu' '*.cuh' | xargs clang-format -i
 
 clean:
 	rm -rf build build-sanitize build-bench build-fuzz out

@@ -1,14 +1,15 @@
 #!/bin/sh
 # Installs the Debian packages that a part of the project needs and that are missing, and says which.
-# usage: scripts/install_deps.sh build|bench|fuzz
+# usage: scripts/install_deps.sh build|bench|fuzz|python
 set -eu
 
 case "${1:-}" in
   # compiler and build tools; Highway, oneTBB, fmt (library); CLI11, nlohmann-json (tool); GoogleTest (tests)
   build) packages="g++ cmake ninja-build pkg-config libhwy-dev libtbb-dev libfmt-dev libcli11-dev nlohmann-json3-dev libgtest-dev" ;;
   bench) packages="libbenchmark-dev libopenblas-dev" ;;
+  python) packages="python3 python3-venv" ;;
   fuzz) packages="clang libclang-rt-14-dev" ;;
-  *) echo "usage: $0 build|bench|fuzz" >&2; exit 2 ;;
+  *) echo "usage: $0 build|bench|fuzz|python" >&2; exit 2 ;;
 esac
 
 if ! command -v dpkg-query >/dev/null; then

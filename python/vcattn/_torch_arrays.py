@@ -1,0 +1,138 @@
+"""torch tensors in host or CUDA memory, as _call.py describes them to the library. The twin of _numpy_arrays.py.
+
+Imported only where torch is. Nothing here waits for a device or copies from one.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import _abi, _call
+from .errors import InvalidArgumentError, UnsupportedError
+
+_DTYPE_CODES = {torch.bfloat16: _abi.BF16, torch.float16: _abi.FP16, torch.float32: _abi.FP32}
+_DTYPE_NAMES = "bfloat16, float16 or float32"
+NO_BACKWARD = "there is no backward pass: call under torch.no_grad() or torch.inference_mode()"
+_NO_CHANGE = nullcontext()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+# What torch.cuda.current_stream(i).cuda_stream and torch.cuda.current_device() come to, without the objects they make:
+# several microseconds a call. They are what torch's own compiled code calls.
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+_current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+
+
+def describe(name: str, x: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """(address, vcattn_dtype, shape, strides in elements) of `x`; raises InvalidArgumentError for other dtypes."""
+    code = _DTYPE_CODES.get(x.dtype)
+    if code is None:
+        raise InvalidArgumentError(f"{name}: dtype is {_DTYPE_NAMES}; found {str(x.dtype).removeprefix('torch.')}")
+    return x.data_ptr(), code, x.shape, x.stride()
+
+
+def describe_mask(mask: Any, like: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """(address, shape, strides) of a key-padding mask of bool or uint8 on the device of `like`."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+        raise InvalidArgumentError(
+            f"key_padding_mask: a bool tensor, True admits the key; found {getattr(mask, 'dtype', type(mask))}"
+        )
+    check_same_place("key_padding_mask", mask, like)
+    return mask.data_ptr(), mask.shape, mask.stride()
+
+
+def check_same_place(name: str, x: Any, like: torch.Tensor) -> None:
+    """Raises InvalidArgumentError unless `x` is a tensor on the device of `like`."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgumentError(f"{name}: a torch tensor like q; found {type(x).__name__}")
+    if x.device != like.device:
+        raise InvalidArgumentError(f"{name}: on {like.device} like q; found {x.device}")
+
+
+def check_differentiable(*tensors: torch.Tensor) -> None:
+    """Raises UnsupportedError where a gradient would be lost."""
+    if needs_gradient(*tensors):
+        raise UnsupportedError(NO_BACKWARD)
+
+
+def needs_gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether torch would record the call for a backward pass."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
+def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Dense, of the dtype and device of `like`, contents undefined."""
+    return like.new_empty(shape)
+
+
+def empty_float32(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Dense float32 on the device of `like`, and its address."""
+    x = like.new_empty(shape, dtype=torch.float32)
+    return x, x.data_ptr()
+
+
+def empty_int32(shape: tuple[int, ...], like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Dense int32 on the device of `like`, and its address."""
+    x = like.new_empty(shape, dtype=torch.int32)
+    return x, x.data_ptr()
+
+
+def copy(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A dense copy on the same device, and its address."""
+    x = x.clone()
+    return x, x.data_ptr()
+
+
+def swap_heads(x: torch.Tensor) -> torch.Tensor:
+    """[batch, seqlen, num_heads, head_dim] seen as [batch, num_heads, seqlen, head_dim]."""
+    return x.transpose(1, 2)
+
+
+def address(x: torch.Tensor) -> int:
+    """Address of the first element."""
+    return x.data_ptr()
+
+
+def workspace(size: int, like: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Memory of at least `size` bytes: its owner, and the first address aligned as the library asks.
+
+    It may be freed as soon as the call returns: torch's allocator hands CUDA memory on in the order of the stream.
+    """
+    owner = like.new_empty(size + _abi.WORKSPACE_ALIGNMENT, dtype=torch.uint8)
+    return owner, -(-owner.data_ptr() // _abi.WORKSPACE_ALIGNMENT) * _abi.WORKSPACE_ALIGNMENT
+
+
+def place(like: torch.Tensor) -> tuple[int, int]:
+    """(vcattn_memory, stream) of a call on tensors like this one: CUDA calls go to torch's current stream."""
+    if like.is_cuda:
+        return _abi.MEMORY_CUDA, _current_stream(like.get_device())
+    if like.is_cpu:
+        return _abi.MEMORY_HOST, 0
+    raise UnsupportedError(f"tensors lie on cpu or cuda; found {like.device}")
+
+
+def current_device(like: torch.Tensor) -> Any:
+    """A context in which the device of `like` is current."""
+    if not like.is_cuda or like.get_device() == _current_device():
+        return _NO_CHANGE
+    return torch.cuda.device(like.get_device())
+
+
+def identity(x: torch.Tensor) -> tuple[Any, ...]:
+    """What must agree for a state to be reused: where the tensor lies."""
+    return (x.device.type, x.device.index)
+
+
+def calls(x: torch.Tensor) -> ModuleType:
+    """The module whose functions make the calls: the library's own, or torch's dispatcher where tensors have no memory
+    to point at (tracing, fake and meta tensors, other subclasses)."""
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or not (x.is_cpu or x.is_cuda):
+        from . import torch_op
+
+        return torch_op
+    return _call

@@ -1,0 +1,1 @@
+"""Adapters to the hosts that run video diffusion transformers; docs/integrations.md says which versions were tested."""

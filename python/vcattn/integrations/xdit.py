@@ -1,0 +1,56 @@
+"""xDiT: an attention function for its registry, so that its Ulysses and ring layers call vcattn."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..attention import attention
+from ..errors import UnsupportedError
+from ..policy import Policy, as_policy
+from ..report import Report
+from .enums import add_member
+
+BACKEND = "VCATTN"
+
+
+def register(*, policy: Policy | str | Path | None = None, backends: Any = None) -> tuple[Any, Report]:
+    """Adds VCATTN to xDiT's AttentionBackendType and its function to the registry; returns the member and the report.
+
+    xDiT tells its functions neither layer nor step: of the policy the recipe and min_seqlen count, and a policy that
+    speaks of layers or steps is refused. Ring attention merges by lse, so both ways return it: fallbacks go to xDiT's
+    SDPA_FLASH, which does. Unlike elsewhere, what vcattn refuses for another reason raises.
+    backends: xfuser.core.distributed.attention_backend, imported if not given.
+    Raises UnsupportedError for such policies.
+    """
+    backends = backends or importlib.import_module("xfuser.core.distributed.attention_backend")
+    policy = as_policy(policy)
+    if policy.layers or policy.native_first or policy.native_last:
+        raise UnsupportedError("xDiT tells neither layer nor step: a policy has recipe and min_seqlen alone")
+    report = Report("vcattn in xDiT", "SDPA_FLASH")
+    member = add_member(backends.AttentionBackendType, BACKEND, "vcattn")
+
+    @backends.register_attention_function(member)
+    def vcattn_attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, **others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[batch, num_heads, seqlen, head_dim] -> (out, lse [batch, num_heads, seqlen], natural logarithm)."""
+        if others:
+            raise UnsupportedError(f"arguments of this version of xDiT that vcattn does not know: {', '.join(others)}")
+        if dropout_p != 0.0 or is_causal:
+            raise UnsupportedError("neither dropout nor a causal mask is supported")
+        choice = policy.choose(layer=None, step=None, num_steps=None, seqlen_q=query.shape[2], seqlen_kv=key.shape[2])
+        if choice.recipe is None:
+            if not torch.compiler.is_compiling():
+                report.count_fallback(choice.reason, quiet=True)
+            native = backends.ATTENTION_FUNCTION_REGISTRY[backends.AttentionBackendType.SDPA_FLASH]
+            return native(query, key, value, dropout_p, is_causal)
+        out = attention(query, key, value, layout="BHSD", recipe=choice.recipe, return_lse=True, allow_nonfinite=True)
+        if not torch.compiler.is_compiling():
+            report.served += 1
+        return out
+
+    return member, report

@@ -1,0 +1,64 @@
+"""Which denoising steps smooth the values and which of those regroup them, as vcattn_schedule_at says."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from . import _abi, _library
+from .errors import InvalidArgumentError
+
+_KINDS = {
+    "first_quarter": _abi.SCHEDULE_FIRST_QUARTER,
+    "uniform_quarter": _abi.SCHEDULE_UNIFORM_QUARTER,
+    "every_step": _abi.SCHEDULE_EVERY_STEP,
+    "never": _abi.SCHEDULE_NEVER,
+}
+
+
+class Step(NamedTuple):
+    """What a step does."""
+
+    smooth: bool  # subtract block means
+    regroup: bool  # compute an order of the values
+    warm: bool  # start it from the previous centroids
+    group_step: int  # the last step, up to this one, that regroups; -1 where there is none
+
+
+class Schedule:
+    """A run of `num_steps` denoising steps. Immutable.
+
+    num_steps: at least 1.
+    kind: "first_quarter" (the paper's), "uniform_quarter", "every_step" or "never".
+    reuse: adjacent smoothed steps that share one order; 0: the library's choice (4, or 2 in runs of at most 8 steps).
+    Raises InvalidArgumentError.
+    """
+
+    __slots__ = ("num_steps", "kind", "reuse", "steps")
+
+    steps: tuple[Step, ...]
+
+    def __init__(self, num_steps: int, kind: str = "first_quarter", reuse: int = 0) -> None:
+        if kind not in _KINDS:
+            raise InvalidArgumentError(f'schedule kind is one of {", ".join(_KINDS)}; found "{kind}"')
+        self.num_steps, self.kind, self.reuse = num_steps, kind, reuse
+        library, message, found = _library.get(), _abi.Message(), _abi.ScheduleStep()
+        schedule = _abi.Schedule(_KINDS[kind], num_steps, reuse)
+        steps, group_step = [], -1
+        for step in range(max(num_steps, 1)):  # one call at least, which refuses what is wrong
+            code = library.vcattn_schedule_at(
+                ctypes.addressof(schedule), step, ctypes.addressof(found), ctypes.addressof(message)
+            )
+            _library.check(code, message)
+            group_step = step if found.regroup else group_step
+            steps.append(Step(bool(found.smooth), bool(found.regroup), bool(found.warm), group_step))
+        self.steps = tuple(steps)
+
+    def at(self, step: int) -> Step:
+        """What step `step` does; raises InvalidArgumentError outside 0 .. num_steps - 1."""
+        if not 0 <= step < self.num_steps:
+            raise InvalidArgumentError(f"step is 0 to num_steps - 1 = {self.num_steps - 1}; found {step}")
+        return self.steps[step]
+
+    def __repr__(self) -> str:
+        return f'Schedule({self.num_steps}, "{self.kind}", reuse={self.reuse})'

@@ -1,0 +1,113 @@
+"""vcattn.patch_sdpa: torch's scaled_dot_product_attention served by vcattn inside a `with` block."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _library, torch_intercept
+from ._torch_arrays import NO_BACKWARD, needs_gradient
+from .errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
+from .policy import DEFAULT_MIN_SEQLEN
+from .recipe import AUTO, Recipe, as_recipe
+from .report import Report
+from .torch_op import traced_refusal
+from .torch_sdpa import refusal, sdpa
+
+
+class patch_sdpa:  # noqa: N801  (reads as a function: `with patch_sdpa(): ...`)
+    """Context manager: torch.nn.functional.scaled_dot_product_attention answers through vcattn where it can.
+
+    >>> with vcattn.patch_sdpa() as report:
+    ...     frames = pipeline(prompt)
+    >>> print(report)
+
+    It holds for the thread that entered it, nests, and is undone on the way out whatever happens; code that bound the
+    function at import time is not reached. Calls that vcattn refuses go to torch, are counted by reason in the report,
+    and warn once.
+
+    recipe: as in vcattn.attention.
+    min_seqlen: calls with at most this many queries or keys go to torch, counted but without a warning.
+    Raises LibraryError on entering where the library does not load, InvalidArgumentError for an unknown recipe.
+    """
+
+    report: Report
+
+    def __init__(self, recipe: str | Recipe = AUTO, *, min_seqlen: int = DEFAULT_MIN_SEQLEN) -> None:
+        self.recipe, self.min_seqlen = recipe, min_seqlen
+        self._short = f"at most {min_seqlen} queries or keys (min_seqlen)"
+
+    def __enter__(self) -> Report:
+        _library.get()
+        as_recipe(self.recipe)
+        block = copy.copy(self)  # an instance may be entered again inside itself: each block has its own report
+        block.report = Report("vcattn.patch_sdpa", "torch", short_reason=self._short)
+        torch_intercept.push(block)
+        return block.report
+
+    def __exit__(self, *exception: Any) -> None:
+        torch_intercept.pop()
+
+    def call(
+        self,
+        original: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """A call of some length, or one in compiled code; short ones do not come here otherwise."""
+        if query.is_nested or key.is_nested:
+            _note_fallback("nested tensors", True)
+            return original(query, key, *args, **kwargs)
+        if torch.compiler.is_compiling() and min(query.shape[-2], key.shape[-2]) <= self.min_seqlen:
+            _note_fallback(self._short, True)
+            return original(query, key, *args, **kwargs)
+        reason = self._refusal(query, key, *args, **kwargs)
+        if reason is None:
+            try:
+                out = sdpa(query, key, *args, **kwargs, recipe=self.recipe)
+            except (UnsupportedError, InvalidArgumentError, ScoreOverflowError) as error:
+                reason = str(error)
+            else:
+                _note_served()
+                return out
+        _note_fallback(reason, False)
+        return original(query, key, *args, **kwargs)
+
+    def _refusal(self, query: Any, key: Any, value: Any, *others: Any, **options: Any) -> str | None:
+        """Why a call of some length goes to torch without a try; None where it may be tried."""
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.get_autocast_dtype(kind):
+            return f"autocast would cast {query.dtype}"
+        if needs_gradient(query, key, value):
+            return NO_BACKWARD
+        found = refusal(query, key, value, *others, **options)
+        if found is not None:
+            return found.reason
+        if torch.compiler.is_compiling():  # the library is asked now: when the graph runs it is too late to fall back
+            return traced_refusal(self.recipe, query, key, value)
+        if type(query) not in _PLAIN:
+            return f"tensors of the subclass {type(query).__name__}"
+        return None
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+# To torch.compile the two are constants: they run while it traces and leave no guard on the counters.
+@torch.compiler.assume_constant_result
+def _note_served() -> None:
+    _innermost_report().served += 1
+
+
+@torch.compiler.assume_constant_result
+def _note_fallback(reason: str, quiet: bool) -> None:
+    _innermost_report().count_fallback(reason, quiet=quiet, stacklevel=5)
+
+
+def _innermost_report() -> Report:
+    return torch_intercept.innermost().report

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <oneapi/tbb/info.h>
 
+#include <algorithm>
 #include <fstream>
 #include <memory>
 #include <thread>
@@ -47,8 +48,18 @@ std::string cpu_name() {
   return "not named by the system";
 }
 
-// Why the GPUs of this machine are left idle.
-constexpr const char* kNoGpuKernels = "this version has no GPU kernels; the CPU back end serves all calls";
+// The back end that has kernels for the GPU.
+const Backend* backend_of(const Gpu& gpu, const std::vector<Backend>& found) {
+  const bool hopper = gpu.compute_major == 9 && gpu.compute_minor == 0;
+  const auto sm90a = std::find_if(found.begin(), found.end(), [](const Backend& b) { return b.name == "sm90a"; });
+  return hopper && sm90a != found.end() ? &*sm90a : nullptr;
+}
+
+std::string gpu_use(const Gpu& gpu, const std::vector<Backend>& found) {
+  const Backend* backend = backend_of(gpu, found);
+  if (backend == nullptr) return "this version has no kernels for it";
+  return fmt::format("back end {}{}", backend->name, backend->available ? "" : ": " + backend->reason);
+}
 
 struct Machine {
   std::string cpu = cpu_name();
@@ -72,7 +83,8 @@ Json to_json(const Machine& machine, bool recipes) {
   json["build"] = {{"compiler", kCompiler}, {"type", VCATTN_BUILD_TYPE}, {"flags", VCATTN_BUILD_FLAGS}};
   json["cpu"] = {{"name", machine.cpu}, {"usable_cores", machine.usable_cores}, {"cores", machine.cores}};
   json["backends"] = Json::array();
-  for (const Backend& b : backends()) {
+  const std::vector<Backend> found = backends();
+  for (const Backend& b : found) {
     json["backends"].push_back({{"name", b.name}, {"available", b.available}, {"reason", b.reason}});
   }
   const GpuReport& report = machine.gpu_report;
@@ -83,8 +95,8 @@ Json to_json(const Machine& machine, bool recipes) {
                             {"compute_capability", fmt::format("{}.{}", gpu.compute_major, gpu.compute_minor)},
                             {"multiprocessors", gpu.multiprocessors},
                             {"memory_bytes", gpu.memory_bytes},
-                            {"backends", Json::array()},
-                            {"reason", kNoGpuKernels}});
+                            {"backends", backend_of(gpu, found) != nullptr ? Json{"sm90a"} : Json::array()},
+                            {"reason", gpu_use(gpu, found)}});
   }
   if (recipes) json["recipes"] = recipes_json();
   return json;
@@ -98,14 +110,15 @@ std::string to_text(const Machine& machine, bool recipes, bool color) {
   line("compiler", kCompiler);
   line("build", fmt::format("{}: {}", VCATTN_BUILD_TYPE, VCATTN_BUILD_FLAGS));
   line("cpu", fmt::format("{}; {} of {} cores usable", machine.cpu, machine.usable_cores, machine.cores));
-  for (const Backend& b : backends()) {
+  const std::vector<Backend> found = backends();
+  for (const Backend& b : found) {
     line("back end", fmt::format("{}: {}: {}", b.name, b.available ? "available" : "not available", b.reason));
   }
   line("gpu driver", machine.gpu_report.driver);
   if (machine.gpu_report.driver_found && machine.gpu_report.gpus.empty()) line("gpu", "none");
   for (const Gpu& gpu : machine.gpu_report.gpus) {
     line("gpu", fmt::format("{}, compute capability {}.{}, {} multiprocessors, {}: {}", gpu.name, gpu.compute_major,
-                            gpu.compute_minor, gpu.multiprocessors, bytes_text(gpu.memory_bytes), kNoGpuKernels));
+                            gpu.compute_minor, gpu.multiprocessors, bytes_text(gpu.memory_bytes), gpu_use(gpu, found)));
   }
   if (recipes) {
     for (const std::string& name : recipe_names()) line("recipe", describe(make_recipe(name)));

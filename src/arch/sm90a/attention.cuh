@@ -1,13 +1,13 @@
 // Attention on sm_90a from prepared operands: out = softmax(Q K^T) V, normalised, with block means restored.
 //
-// A cluster of two CTAs serves 256 query rows of one head and shares K and V by multicast; a CTA is one producer
-// warpgroup and two consumer warpgroups of 64 rows each. A consumer walks over pairs of 128-key tiles A and B:
+// A cluster of two CTAs serves a block of query rows of one head and shares K and V by multicast; a CTA is one producer
+// warpgroup and two or three consumer warpgroups of 64 rows each. A consumer walks over pairs of 128-key tiles A and B:
 //
 //   QK(A) -> x, QK(B) -> y    two chains of wgmma; the maximum of A is taken under QK(B)
 //   octave e of the pair      per row, over its 256 keys, reduced over the four lanes that share the row
 //   codes of A and B          E4M3 bytes against e, in wgmma's A-operand order
-//   PV -> x                   256 keys into a fresh FP32 accumulator; eight rows of ones under V^T give row sums
-//   O += 2^(e - E) x          in FP32 registers; E stays where the first pair put it unless FP32's range asks
+//   PV -> z                   256 keys into a fresh FP32 accumulator; eight rows of ones under V^T give row sums
+//   O += 2^(e - E) z          in FP32 registers; E stays where the first pair put it unless FP32's range asks
 //   O += sums x means         every eight tiles, one TF32 wgmma
 //
 // All of this is serial in a warpgroup; while one computes the softmax the other one fills the tensor cores.
@@ -34,6 +34,7 @@ constexpr bool registers_fit(const Config& c) {
 
 // A pair may outweigh the reference by so many octaves before the reference moves: FP32 has the range.
 inline constexpr int kMaxWeightOctave = 32;
+
 template <class Variant>
 struct SharedMemoryPlan {
   static constexpr int kDim = Variant::config.head_dim, kConsumers = Variant::config.consumers();

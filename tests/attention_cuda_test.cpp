@@ -194,8 +194,7 @@ TEST_F(SmAttention, ManySegments) {
   expect_close(run_both(p));
 }
 
-// ---- values
-// ----------------------------------------------------------------------------------------------------------
+// ---- values --------------------------------------------------------------------------------------------------------
 
 // Each output channel is then the sum of some of the row's probabilities, element by element.
 TEST_F(SmAttention, OneHotValues) {
@@ -376,8 +375,7 @@ TEST_F(SmAttention, RealTensors) {
   }
 }
 
-// ---- how it is called
-// ------------------------------------------------------------------------------------------------
+// ---- how it is called ----------------------------------------------------------------------------------------------
 
 TEST_F(SmAttention, SameBitsEveryTime) {
   const Inputs inputs({2, 700, 900, 4, 2, 128});

@@ -231,8 +231,7 @@ TEST_P(EveryRecipe, HonoursAKeyMask) {
 INSTANTIATE_TEST_SUITE_P(Recipes, EveryRecipe, testing::ValuesIn(recipe_names()),
                          [](const testing::TestParamInfo<std::string>& recipe_name) { return recipe_name.param; });
 
-// ---- masks and segments
-// ------------------------------------------------------------------------------------------------
+// ---- masks and segments --------------------------------------------------------------------------------------------
 
 TEST(Attention, GivesZeroAndMinusInfinityWhereNoKeyIsAdmitted) {
   Tensor q(2, 3, 1, 64), k(2, 10, 1, 64), v(2, 10, 1, 64), out(2, 3, 1, 64);
@@ -291,8 +290,7 @@ TEST(Attention, PackedSegmentsEqualSeparateCalls) {
   }
 }
 
-// ---- layouts and dtypes
-// ------------------------------------------------------------------------------------------------
+// ---- layouts and dtypes --------------------------------------------------------------------------------------------
 
 TEST(Attention, ReadsAnyStridesAndDtypes) {
   for (const vcattn_dtype dtype : {VCATTN_BF16, VCATTN_FP16, VCATTN_FP32}) {
@@ -369,8 +367,7 @@ TEST(Attention, NeverModifiesItsInputs) {
   EXPECT_EQ(before_v, v.bytes());
 }
 
-// ---- order of the keys
-// --------------------------------------------------------------------------------------------------
+// ---- order of the keys ---------------------------------------------------------------------------------------------
 
 TEST(Attention, PermutingKeysAndValuesTogetherChangesTheExactPathByRoundingOnly) {
   Tensor q(1, 60, 2, 64), k(1, 500, 2, 64), v(1, 500, 2, 64), first(1, 60, 2, 64), second(1, 60, 2, 64);
@@ -449,8 +446,7 @@ TEST(Attention, AGroupedPermutationEqualsGroupingInTheCall) {
   EXPECT_EQ(attend(p).code, VCATTN_OK);
 }
 
-// ---- what is not finite
-// --------------------------------------------------------------------------------------------------
+// ---- what is not finite --------------------------------------------------------------------------------------------
 
 TEST(Attention, SaysWhereAnInputIsNotFinite) {
   Tensor q(1, 4, 2, 64), k(1, 5, 2, 64), v(1, 5, 2, 64), out(1, 4, 2, 64);
@@ -566,8 +562,7 @@ TEST(Attention, WarmGroupingMeetsEmptySegmentsAndOtherLengths) {
   }
 }
 
-// ---- accumulation models
-// --------------------------------------------------------------------------------------------------
+// ---- accumulation models -------------------------------------------------------------------------------------------
 
 TEST(Attention, Fp64AccumulationAgreesWithFp32) {
   Tensor q(1, 140, 1, 128), k(1, 700, 1, 128), v(1, 700, 1, 128), out(1, 140, 1, 128);

@@ -674,8 +674,7 @@ TEST_F(CliTest, SynthRefusesWhatItCannotReach) {
   refused({}, {"--grid or --tokens"});
 }
 
-// ---- bench
-// -----------------------------------------------------------------------------------------------------------
+// ---- bench ---------------------------------------------------------------------------------------------------------
 
 TEST_F(CliTest, BenchRefusesWithoutACard) {
   if (cli::why_no_sm90a().empty()) GTEST_SKIP() << "there is a card";

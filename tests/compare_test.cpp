@@ -30,8 +30,7 @@
 namespace vcattn::cli {
 namespace {
 
-// ---- parts of recipes
-// ------------------------------------------------------------------------------------------------
+// ---- parts of recipes ----------------------------------------------------------------------------------------------
 
 std::map<std::string, std::string> fields_of(const vcattn_recipe& recipe) {
   std::map<std::string, std::string> fields;
@@ -99,8 +98,7 @@ TEST(PartOf, WholeIsTheRecipe) {
   EXPECT_EQ(describe(part_of(recipe, Part::kWhole)), describe(recipe));
 }
 
-// ---- sampled rows
-// ------------------------------------------------------------------------------------------------------
+// ---- sampled rows --------------------------------------------------------------------------------------------------
 
 TEST(SampleRows, WholeBlocksInTheMiddleOfEqualStretches) {
   const std::vector<int64_t> rows = sample_rows(16448, 512);  // 129 blocks
@@ -133,8 +131,7 @@ TEST(SampleRows, LeavesOutTheShortLastBlock) {
   }
 }
 
-// ---- ExpCast
-// -----------------------------------------------------------------------------------------------------------
+// ---- ExpCast -------------------------------------------------------------------------------------------------------
 
 std::vector<double> scores_from_octaves(std::vector<double> octaves) {
   for (double& u : octaves) u *= std::numbers::ln2;
@@ -219,8 +216,7 @@ TEST(ExpCastStats, TheBoundFollowsFromTheRatios) {
   EXPECT_NEAR(kExpCastTvBound, (high - low) / (high + low), 5e-5);
 }
 
-// ---- outputs
-// -------------------------------------------------------------------------------------------------------------
+// ---- outputs -------------------------------------------------------------------------------------------------------
 
 CompareResult made_up_result() {
   CompareResult result;
@@ -394,8 +390,7 @@ TEST(Svg, TicksAreRoundAndCoverTheValues) {
   }
 }
 
-// ---- captured tensors
-// ------------------------------------------------------------------------------------------------------
+// ---- captured tensors ----------------------------------------------------------------------------------------------
 
 constexpr const char* kCapture = VCATTN_TEST_DATA "/qkv_layer6_4160.safetensors";
 
@@ -515,8 +510,7 @@ TEST_F(CompareCapture, ExpCastKeepsItsBound) {
   EXPECT_GE(stats.running_codes[120], 64);  // each row's maximum
 }
 
-// ---- several heads
-// -----------------------------------------------------------------------------------------------------
+// ---- several heads -------------------------------------------------------------------------------------------------
 
 // Two batch entries, four query heads, two heads of K and V. Q of head 1 and the second head of K, which heads 2 and 3
 // see, are zero: three of four heads have uniform rows. V of the first head is 1, of the second +-3 by turns.
@@ -572,8 +566,7 @@ TEST(Compare, SeveralHeads) {
   EXPECT_LT(stats.running_codes[120], uniform + stats.rows / 4 * 40);
 }
 
-// ---- what the library refuses
-// -------------------------------------------------------------------------------------------
+// ---- what the library refuses --------------------------------------------------------------------------------------
 
 TEST(Compare, SkipsWithTheReason) {
   Capture capture;
@@ -624,8 +617,7 @@ TEST(Compare, RefusesUnknownNamesAndNonFiniteInputs) {
   }
 }
 
-// ---- the command
-// -----------------------------------------------------------------------------------------------------------
+// ---- the command ---------------------------------------------------------------------------------------------------
 
 class CompareCommand : public testing::Test {
  protected:

@@ -95,8 +95,7 @@ TEST(ExpCast, MeanRatioIsThatOfScoresSpreadOverAnOctave) {
   EXPECT_NEAR(codes / exact, kExpCastMeanRatio, 1.5e-3);
 }
 
-// ---- the softmax step
-// ------------------------------------------------------------------------------------------------
+// ---- the softmax step ----------------------------------------------------------------------------------------------
 
 struct Scores {
   std::vector<float> values;  // at most 128

@@ -153,8 +153,7 @@ TEST_F(Validation, ChecksTheGrid) {
   EXPECT_EQ(vcattn_group_workspace_size(&p, &bytes, nullptr), VCATTN_INVALID_ARGUMENT);
 }
 
-// ---- recipes
-// ----------------------------------------------------------------------------------------------------------
+// ---- recipes -------------------------------------------------------------------------------------------------------
 
 TEST(Recipe, NamesAreListedWhenOneIsUnknown) {
   vcattn_recipe r;

@@ -47,9 +47,9 @@ struct KeyOrder {
 inline KeyOrder key_order(const Problem& problem, const PrepareScratch& scratch) {
   const vcattn_attention_params& p = *problem.params;
   const bool masked = p.key_mask != nullptr;
-  return {p.permutation,        masked ? scratch.admitted : nullptr,
-          p.key_mask,           {p.key_mask_stride[0], p.key_mask_stride[1]},
-          problem.seqlen_kv,    static_cast<int32_t>(problem.num_heads_kv)};
+  return {p.permutation,     masked ? scratch.admitted : nullptr,
+          p.key_mask,        {p.key_mask_stride[0], p.key_mask_stride[1]},
+          problem.seqlen_kv, static_cast<int32_t>(problem.num_heads_kv)};
 }
 
 }  // namespace vcattn::sm90a

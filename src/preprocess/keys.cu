@@ -19,7 +19,8 @@ struct KeyArgs {
   int32_t centred, int8, pow2;
 };
 
-// ---- mean over the sequence ------------------------------------------------------------------------------------------
+// ---- mean over the sequence
+// ------------------------------------------------------------------------------------------
 
 // Tokens of one partial sum arrive in slabs, a few ahead of the addition.
 constexpr int kSlabRows = 32;
@@ -113,7 +114,8 @@ __global__ void __launch_bounds__(kDim) sum_keys(const __grid_constant__ KeyArgs
   a.scratch.key_mean[slot * kDim + channel] = static_cast<float>(total / static_cast<double>(s.keys));
 }
 
-// ---- rows ------------------------------------------------------------------------------------------------------------
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
 
 template <typename Element, int kDim>
 struct KeyShared {

@@ -19,8 +19,7 @@ cudaError_t launch(void (*kernel)(Args), const Args& args, int64_t blocks, int t
   if (blocks == 0) return cudaSuccess;
   if (blocks > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
   if (shared_bytes > kSharedWithoutAsking) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};

@@ -12,8 +12,7 @@ PrepareScratch take_prepare_scratch(const Problem& problem, const QuantizedQkv& 
   scratch.admitted = arena.take<int32_t>(masked ? problem.batch * problem.seqlen_kv : 0);
   scratch.key_sums = arena.take<double>(centred ? int64_t{qkv.num_heads_kv} * qkv.mean_groups * qkv.dim : 0);
   scratch.key_mean = arena.take<float>(centred ? slots * qkv.dim : 0);
-  scratch.value_means =
-      arena.take<float>(recipe.mean_rows > 0 ? int64_t{qkv.num_heads_kv} * qkv.tiles * qkv.dim : 0);
+  scratch.value_means = arena.take<float>(recipe.mean_rows > 0 ? int64_t{qkv.num_heads_kv} * qkv.tiles * qkv.dim : 0);
   scratch.num_zeroed = slots * (2 + 2 * int64_t{qkv.dim});
   scratch.zeroed = arena.take<uint32_t>(scratch.num_zeroed);
   if (scratch.zeroed == nullptr) return scratch;

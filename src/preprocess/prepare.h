@@ -22,11 +22,11 @@ namespace vcattn::sm90a {
 
 // Device memory for the length of one prepare(). Slots: [num_heads_kv, num_sequences].
 struct PrepareScratch {
-  int32_t* admitted;    // with a key mask: [batch, seqlen_kv] the admitted tokens, ascending
-  double* key_sums;     // k_centred: [num_heads_kv, mean_groups, dim] over kStatisticsRows tokens each
-  float* key_mean;      // k_centred: [slots, dim]
-  float* value_means;   // mean_rows > 0: [num_heads_kv, tiles, dim] in units of V
-  uint32_t* zeroed;     // the four below, which start at 0: one block of `num_zeroed`
+  int32_t* admitted;   // with a key mask: [batch, seqlen_kv] the admitted tokens, ascending
+  double* key_sums;    // k_centred: [num_heads_kv, mean_groups, dim] over kStatisticsRows tokens each
+  float* key_mean;     // k_centred: [slots, dim]
+  float* value_means;  // mean_rows > 0: [num_heads_kv, tiles, dim] in units of V
+  uint32_t* zeroed;    // the four below, which start at 0: one block of `num_zeroed`
   int64_t num_zeroed;
   uint32_t* key_arrivals;     // [slots] partial sums of K that are written
   uint32_t* key_max;          // [slots] pow2_f16: largest magnitude of K, bits of a float

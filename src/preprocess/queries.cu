@@ -8,8 +8,8 @@
 namespace vcattn::sm90a {
 namespace {
 
-constexpr int kRows = 2 * kTileRowsQ;            // query rows of one thread block
-constexpr int kBlocksPerSm = 3;                  // threads of 168 registers hold a row without spilling
+constexpr int kRows = 2 * kTileRowsQ;  // query rows of one thread block
+constexpr int kBlocksPerSm = 3;        // threads of 168 registers hold a row without spilling
 
 struct QueryArgs {
   Operand q;
@@ -24,7 +24,7 @@ struct QueryArgs {
 template <typename Element, int kDim>
 struct QueryShared {
   alignas(128) std::byte tile[kRows * RowTile<Element, kDim>::kRowBytes];  // then its codes
-  double mean[kDim];  // of K, times kFieldScale
+  double mean[kDim];                                                       // of K, times kFieldScale
   float norm[kRows / 32];
 };
 
@@ -72,9 +72,8 @@ __global__ void __launch_bounds__(kRows, kBlocksPerSm) quantise_queries(const __
   const int kv_head = head / (qkv.num_heads / qkv.num_heads_kv);
   const int64_t slot = int64_t{kv_head} * qkv.num_sequences + index;
   const Element* tokens = a.q.row<Element>(s.batch, s.q_begin, head);
-  copy_rows<Element, kDim, kRows, kRows>(a.q, shared.tile, [&](int row) {
-    return tokens + min(first + row, s.q_count - 1) * a.q.token_stride;
-  });
+  copy_rows<Element, kDim, kRows, kRows>(
+      a.q, shared.tile, [&](int row) { return tokens + min(first + row, s.q_count - 1) * a.q.token_stride; });
   const bool shifts = a.shifts != 0;
   if (shifts && thread < kDim) {
     shared.mean[thread] = a.centred ? kFieldScale * double{a.scratch.key_mean[slot * kDim + thread]} : 0.0;
@@ -127,8 +126,7 @@ cudaError_t prepare_queries(const PrepareCall& call) {
                           p.lse != nullptr};
   const int64_t units = int64_t{call.qkv.num_heads} * call.qkv.blocks * (call.qkv.block_rows / kRows);
   return with_element_and_dim(p.q.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
-    return launch(quantise_queries<Element, kDim>, args, units, kRows, sizeof(QueryShared<Element, kDim>),
-                  call.stream);
+    return launch(quantise_queries<Element, kDim>, args, units, kRows, sizeof(QueryShared<Element, kDim>), call.stream);
   });
 }
 

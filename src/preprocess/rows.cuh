@@ -1,7 +1,7 @@
 // Rows of a caller's tensor in shared memory. Internal to src/preprocess.
 //
-// A thread works on one row (Q, K) or on one channel (V, sums of K) of a tile. So that neither meets bank conflicts, the
-// 16-byte chunks of a row are exchanged by the row's number.
+// A thread works on one row (Q, K) or on one channel (V, sums of K) of a tile. So that neither meets bank conflicts,
+// the 16-byte chunks of a row are exchanged by the row's number.
 #pragma once
 
 #include <cstddef>
@@ -24,10 +24,10 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
 }
 // The first `bytes` of a chunk, zeros behind them.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "l"(from), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes)
+      : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last kPending groups of this thread's copies have arrived.
@@ -36,7 +36,8 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// ---- rows ------------------------------------------------------------------------------------------------------------
+// ---- rows
+// ------------------------------------------------------------------------------------------------------------
 
 // One of q, k and v in device memory. Strides in elements.
 struct Operand {
@@ -57,7 +58,7 @@ inline Operand operand(const vcattn_tensor& t) {
   for (int axis = 0; axis < 3; ++axis) {
     chunked = chunked && (t.shape[axis] == 1 || t.stride[axis] * element % kChunkBytes == 0);
   }
-  return {t.data,      t.stride[0],  t.stride[1], t.stride[2], t.stride[3], static_cast<int32_t>(t.shape[3]),
+  return {t.data,         t.stride[0], t.stride[1], t.stride[2], t.stride[3], static_cast<int32_t>(t.shape[3]),
           chunked ? 1 : 0};
 }
 
@@ -78,8 +79,8 @@ struct RowTile {
   }
 };
 
-// A block of kThreads starts copying kRows rows of x into a tile; channels behind head_dim become 0. row_of(i) points to
-// the first element of row i. The threads wait with wait_copies and a barrier.
+// A block of kThreads starts copying kRows rows of x into a tile; channels behind head_dim become 0. row_of(i) points
+// to the first element of row i. The threads wait with wait_copies and a barrier.
 template <typename Element, int kDim, int kRows, int kThreads, typename RowOf>
 __device__ __forceinline__ void copy_rows(const Operand& x, std::byte* tile, RowOf row_of) {
   using Tile = RowTile<Element, kDim>;
@@ -98,8 +99,7 @@ __device__ __forceinline__ void copy_rows(const Operand& x, std::byte* tile, Row
       const int elements = min(max(x.head_dim - chunk * kElements, 0), kElements);
       const int inside = elements > 0 ? chunk * kElements : 0;
       for (int row = first; row < kRows; row += kRowsAtOnce) {
-        copy_async(tile + Tile::chunk(row, chunk), row_of(row) + inside,
-                   elements * static_cast<int>(sizeof(Element)));
+        copy_async(tile + Tile::chunk(row, chunk), row_of(row) + inside, elements * static_cast<int>(sizeof(Element)));
       }
     }
   } else {
@@ -113,7 +113,8 @@ __device__ __forceinline__ void copy_rows(const Operand& x, std::byte* tile, Row
   commit_copies();
 }
 
-// Row `row` in FP32, for the thread that owns it; what is not finite is read as 0. Returns whether all of it was finite.
+// Row `row` in FP32, for the thread that owns it; what is not finite is read as 0. Returns whether all of it was
+// finite.
 template <typename Element, int kDim>
 __device__ __forceinline__ bool read_row(std::byte* tile, int row, float (&x)[kDim]) {
   using Tile = RowTile<Element, kDim>;

@@ -1,7 +1,7 @@
 // V: subtract block means, quantise residuals with one scale per channel, centre the means (V-Smooth).
 //
-// A thread works on one channel of a tile of 128 keys: sums over keys stay in the CPU's order, and its 128 codes are one
-// row of V^T.
+// A thread works on one channel of a tile of 128 keys: sums over keys stay in the CPU's order, and its 128 codes are
+// one row of V^T.
 #include "core/recipes.h"
 #include "preprocess/key_order.cuh"
 #include "preprocess/launch.cuh"
@@ -63,7 +63,8 @@ __device__ __forceinline__ Tile load_values(const ValueArgs& a, ValueShared<Elem
   return tile;
 }
 
-// ---- statistics ------------------------------------------------------------------------------------------------------
+// ---- statistics
+// ------------------------------------------------------------------------------------------------------
 
 // PTX ISA, "min" and "max": with .NaN, one NaN makes the result NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kDim) measure_values(const __grid_constant__ V
   atomicMax(&a.scratch.value_max[tile.slot * kDim + channel], __float_as_uint(largest));
 }
 
-// ---- quantisation ----------------------------------------------------------------------------------------------------
+// ---- quantisation
+// ----------------------------------------------------------------------------------------------------
 
 constexpr int kChunkKeys = kChunkBytes;  // of one channel, whose codes are one chunk
 static_assert(position_of(kChunkKeys) == kChunkKeys, "a chunk's keys stay in it");
@@ -315,8 +317,8 @@ cudaError_t prepare_values(const PrepareCall& call) {
                           recipe.v_scale_span == VCATTN_SPAN_HEAD};
   const int64_t tiles = int64_t{call.qkv.num_heads_kv} * call.qkv.tiles;
   return with_element_and_dim(p.v.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
-    const cudaError_t error = launch(measure_values<Element, kDim>, args, tiles, kDim,
-                                     sizeof(ValueShared<Element, kDim>), call.stream);
+    const cudaError_t error =
+        launch(measure_values<Element, kDim>, args, tiles, kDim, sizeof(ValueShared<Element, kDim>), call.stream);
     if (error != cudaSuccess) return error;
     return launch(quantise_values<Element, kDim>, args, tiles, kDim, sizeof(QuantiseShared<Element, kDim>),
                   call.stream);

@@ -16,14 +16,11 @@ int main() {
   params.k = vcattn::make_tensor(k.data(), VCATTN_FP32, shape);
   params.v = vcattn::make_tensor(v.data(), VCATTN_FP32, shape);
   params.out = vcattn::make_tensor(out.data(), VCATTN_FP32, shape);
-  const vcattn_recipe smoothing = params.recipe;
-  vcattn_recipe plain = smoothing;
-  plain.mean_rows = 0;
-
   const vcattn_schedule schedule = {.kind = VCATTN_SCHEDULE_FIRST_QUARTER, .num_steps = 16, .reuse = 0};
-  std::vector<int32_t> permutation(static_cast<size_t>(shape.batch * shape.num_heads * shape.seqlen));
-  std::vector<float> centroids(
-      static_cast<size_t>(shape.batch * shape.num_heads * smoothing.grouping.clusters * shape.head_dim));
+  std::vector<int32_t> permutation(vcattn::GroupingState::permutation_size(params));
+  std::vector<float> centroids(vcattn::GroupingState::centroids_size(params));
+  constexpr uint64_t kKey = 3;  // say, block 3 of the request's conditional branch
+  vcattn::GroupingState state(kKey, schedule, permutation.data(), centroids.data());
   vcattn::Workspace workspace;
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
@@ -32,21 +29,16 @@ int main() {
     for (std::vector<float>* tensor : {&q, &k, &v}) {
       for (float& x : *tensor) x = normal(random);
     }
-    vcattn_schedule_step todo;
-    vcattn::Status status = vcattn::schedule_at(schedule, step, todo);
-    if (status.ok() && todo.regroup != 0) {
-      params.permutation = nullptr;
-      status = vcattn::group(params, todo.warm != 0, centroids, permutation, workspace);
-    }
-    params.permutation = permutation.data();
-    params.recipe = todo.smooth != 0 ? smoothing : plain;
-    if (status.ok()) status = vcattn::attention(params, workspace);
+    vcattn_schedule_step done;
+    vcattn_attention_params ready;
+    vcattn::Status status = state.prepare(kKey, step, params, workspace, ready, done);
+    if (status.ok()) status = vcattn::attention(ready, workspace);
     if (!status.ok()) {
       std::fprintf(stderr, "step %d: %s\n", step, status.message.c_str());
       return 1;
     }
-    std::printf("step %2d: %s%s, out[0] = %+.4f\n", step, todo.smooth != 0 ? "smoothed" : "plain",
-                todo.regroup != 0 ? (todo.warm != 0 ? ", regrouped warm" : ", regrouped") : "", out[0]);
+    std::printf("step %2d: %s%s, out[0] = %+.4f\n", step, done.smooth != 0 ? "smoothed" : "plain",
+                done.regroup != 0 ? (done.warm != 0 ? ", regrouped warm" : ", regrouped") : "", out[0]);
   }
   return 0;
 }

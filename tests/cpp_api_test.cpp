@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <span>
 #include <vector>
 
 namespace {
@@ -40,6 +42,96 @@ TEST(CppApi, AttendsWithAGrowingWorkspace) {
     ASSERT_TRUE(status.ok()) << status.message;
     for (const float x : out) ASSERT_NEAR(x, 2.0f, 1e-5f);
   }
+}
+
+class GroupingState : public testing::Test {
+ protected:
+  static constexpr uint64_t kKey = 7;
+  vcattn::Shape shape = {1, 400, 2, 32};
+  std::vector<float> values = std::vector<float>(400 * 2 * 32);
+  vcattn_attention_params params = vcattn::make_params();
+  vcattn_attention_params ready = {};
+  vcattn_schedule_step done = {};
+  vcattn::Workspace workspace;
+  vcattn_schedule schedule = {.kind = VCATTN_SCHEDULE_FIRST_QUARTER, .num_steps = 12, .reuse = 2};
+  std::vector<int32_t> permutation;
+  std::vector<float> centroids;
+
+  void SetUp() override {
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i * 7919 % 101) - 50.0f;
+    params.q = params.k = params.v = params.out = vcattn::make_tensor(values.data(), VCATTN_FP32, shape);
+    permutation.assign(vcattn::GroupingState::permutation_size(params), -1);
+    centroids.assign(vcattn::GroupingState::centroids_size(params), NAN);
+  }
+  vcattn::GroupingState make() { return {kKey, schedule, permutation.data(), centroids.data()}; }
+  void expect_refused(vcattn::GroupingState& state, int32_t step, const std::string& text, uint64_t key = kKey) {
+    const auto before = permutation;
+    const vcattn::Status status = state.prepare(key, step, params, workspace, ready, done);
+    EXPECT_EQ(status.code, VCATTN_INVALID_ARGUMENT);
+    EXPECT_EQ(status.message, text);
+    EXPECT_EQ(permutation, before);
+  }
+};
+
+TEST_F(GroupingState, FollowsTheSchedule) {
+  vcattn::GroupingState state = make();
+  for (int32_t step = 0; step < 12; ++step) {
+    const vcattn::Status status = state.prepare(kKey, step, params, workspace, ready, done);
+    ASSERT_TRUE(status.ok()) << status.message;
+    EXPECT_EQ(done.smooth, step < 3) << step;  // the first quarter
+    EXPECT_EQ(done.regroup, step == 0 || step == 2) << step;
+    EXPECT_EQ(done.warm, step == 2) << step;
+    EXPECT_EQ(ready.permutation, permutation.data());
+    EXPECT_EQ(ready.recipe.mean_rows, step < 3 ? 128 : 0);
+    EXPECT_EQ(params.permutation, nullptr) << "what was asked stays as it is";
+  }
+  std::vector<bool> seen(400);
+  for (int i = 0; i < 400; ++i) seen[static_cast<size_t>(permutation[static_cast<size_t>(i)])] = true;
+  EXPECT_EQ(std::count(seen.begin(), seen.end(), true), 400);
+}
+
+TEST_F(GroupingState, MakesUpForASkippedStep) {
+  vcattn::GroupingState state = make();
+  ASSERT_TRUE(state.prepare(kKey, 1, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 1);
+  EXPECT_EQ(done.warm, 0) << "there was nothing to start from";
+  vcattn::GroupingState late = make();
+  ASSERT_TRUE(late.prepare(kKey, 9, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 0);
+  EXPECT_EQ(ready.permutation, nullptr);
+  EXPECT_EQ(ready.recipe.v_order, VCATTN_ORDER_SEQUENCE);
+}
+
+TEST_F(GroupingState, NeverLeaks) {
+  vcattn::GroupingState state = make();
+  ASSERT_TRUE(state.prepare(kKey, 2, params, workspace, ready, done).ok());
+  expect_refused(state, 3, "the grouping state of key 7 serves that key; found 8", 8);
+  expect_refused(state, 1, "the grouping state has seen step 2; found step 1 (reset it between requests)");
+  const vcattn_attention_params right = params;
+  params.v.shape[1] = params.k.shape[1] = 300;
+  expect_refused(state, 3, "the grouping state was made for seqlen_kv 400; found 300");
+  params = right;
+  params.recipe.grouping.clusters = 32;
+  expect_refused(state, 3, "the grouping state was made for clusters 64; found 32");
+  params = right;
+  const uint8_t mask[400] = {1};
+  params.key_mask = mask;
+  params.key_mask_stride[1] = 1;
+  expect_refused(state, 3, "the grouping state was made for key mask 0; found 1");
+  params = right;
+  EXPECT_TRUE(state.prepare(kKey, 3, params, workspace, ready, done).ok()) << "a refusal changes nothing";
+  state.reset();
+  EXPECT_TRUE(state.prepare(kKey, 0, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 1);
+  EXPECT_EQ(done.warm, 0);
+}
+
+TEST_F(GroupingState, AFailedGroupingLeavesNoOrder) {
+  vcattn::GroupingState state = make();
+  std::byte small[256];
+  EXPECT_EQ(state.prepare(kKey, 0, params, std::span<std::byte>(small), ready, done).code, VCATTN_WORKSPACE_TOO_SMALL);
+  ASSERT_TRUE(state.prepare(kKey, 1, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 1);
 }
 
 }  // namespace

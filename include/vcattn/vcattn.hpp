@@ -147,4 +147,113 @@ inline Status schedule_at(const vcattn_schedule& schedule, int32_t step, vcattn_
   return detail::status_of([&](vcattn_message* m) { return vcattn_schedule_at(&schedule, step, &result, m); });
 }
 
+// The order of the values that the steps of one stream of calls share: one layer of one request, CFG branch, expert.
+// The caller names the stream by a key of its own; a call with another key, other shapes or another grouping is an
+// error and not a reuse, and so is a step before the last one (reset() between requests). With a key mask, the mask
+// must be the same at all steps: its contents are not looked at.
+class GroupingState {
+ public:
+  // Elements that the two arrays of a state need for these parameters.
+  static size_t permutation_size(const vcattn_attention_params& p) {
+    return static_cast<size_t>(p.v.shape[0] * p.v.shape[2] * p.v.shape[1]);
+  }
+  static size_t centroids_size(const vcattn_attention_params& p) {
+    const int64_t sequences = p.cu_seqlens_kv != nullptr ? p.num_segments : p.v.shape[0];
+    return static_cast<size_t>(sequences * p.v.shape[2] * p.recipe.grouping.clusters * p.v.shape[3]);
+  }
+
+  // `permutation` and `centroids` are the caller's, as long as the state; they lie where params.memory says.
+  GroupingState(uint64_t key, const vcattn_schedule& schedule, int32_t* permutation, float* centroids)
+      : key_(key), schedule_(schedule), permutation_(permutation), centroids_(centroids) {}
+
+  // `ready` becomes `asked` with the order to use at `step`, made now where the schedule says so or where none exists
+  // yet, and without means where the schedule does not smooth. `done`: what was done. workspace: as vcattn_group asks.
+  Status prepare(uint64_t key, int32_t step, const vcattn_attention_params& asked, std::span<std::byte> workspace,
+                 vcattn_attention_params& ready, vcattn_schedule_step& done) {
+    Status status = check(key, step, asked);
+    if (status.ok()) status = schedule_at(schedule_, step, done);
+    if (!status.ok()) return status;
+    ready = asked;
+    ready.permutation = nullptr;
+    done.regroup = done.smooth != 0 && (done.regroup != 0 || !made_) ? 1 : 0;
+    done.warm = done.regroup != 0 && done.warm != 0 && made_ ? 1 : 0;
+    if (done.regroup != 0) {
+      status = detail::status_of([&](vcattn_message* m) {
+        return vcattn_group(&ready, done.warm, centroids_, permutation_, workspace.data(), workspace.size(), m);
+      });
+      if (!status.ok()) return status;
+      made_ = true;
+      made_for_ = identity(asked);
+    }
+    last_step_ = step;
+    if (done.smooth == 0) ready.recipe.mean_rows = ready.recipe.mean_centred = 0;
+    if (made_) {
+      ready.permutation = permutation_;
+    } else {
+      ready.recipe.v_order = VCATTN_ORDER_SEQUENCE;
+    }
+    return status;
+  }
+
+  // The same with memory from `workspace`, which may grow.
+  Status prepare(uint64_t key, int32_t step, const vcattn_attention_params& asked, Workspace& workspace,
+                 vcattn_attention_params& ready, vcattn_schedule_step& done) {
+    size_t bytes = 0;
+    Status status =
+        detail::status_of([&](vcattn_message* m) { return vcattn_group_workspace_size(&asked, &bytes, m); });
+    return status.ok() ? prepare(key, step, asked, workspace.at_least(bytes), ready, done) : status;
+  }
+
+  // Forgets the order: for a new request.
+  void reset() {
+    made_ = false;
+    last_step_ = -1;
+  }
+
+ private:
+  // What an order depends on, besides the values.
+  using Identity = std::array<int64_t, 10>;
+  static Identity identity(const vcattn_attention_params& p) {
+    return {p.memory,
+            p.v.shape[0],
+            p.v.shape[1],
+            p.v.shape[2],
+            p.v.shape[3],
+            p.cu_seqlens_kv != nullptr ? p.num_segments : 0,
+            p.recipe.v_order,
+            p.key_mask != nullptr,
+            p.recipe.grouping.clusters,
+            p.recipe.grouping.seeding};
+  }
+
+  Status check(uint64_t key, int32_t step, const vcattn_attention_params& asked) const {
+    const auto refused = [](const std::string& text) { return Status{VCATTN_INVALID_ARGUMENT, text}; };
+    if (key != key_) {
+      return refused("the grouping state of key " + std::to_string(key_) + " serves that key; found " +
+                     std::to_string(key));
+    }
+    if (step < last_step_) {
+      return refused("the grouping state has seen step " + std::to_string(last_step_) + "; found step " +
+                     std::to_string(step) + " (reset it between requests)");
+    }
+    constexpr std::array<const char*, 10> kNames = {"memory",       "batch",   "seqlen_kv", "num_heads_kv", "head_dim",
+                                                    "num_segments", "v_order", "key mask",  "clusters",     "seeding"};
+    const Identity found = identity(asked);
+    for (size_t i = 0; made_ && i < found.size(); ++i) {
+      if (found[i] == made_for_[i]) continue;
+      return refused(std::string("the grouping state was made for ") + kNames[i] + " " + std::to_string(made_for_[i]) +
+                     "; found " + std::to_string(found[i]));
+    }
+    return {};
+  }
+
+  uint64_t key_;
+  vcattn_schedule schedule_;
+  int32_t* permutation_;
+  float* centroids_;
+  bool made_ = false;
+  int32_t last_step_ = -1;
+  Identity made_for_ = {};
+};
+
 }  // namespace vcattn

@@ -5,9 +5,9 @@
 // pow2_f16: K per head, Q per token), qk_hadamard and k_centred 0 or 1, q_centred 0; v_format E4M3 per channel or head,
 // v_hadamard 0, mean_rows 0 or 128, mean_centred 0 or 1. head_dim at most 128. Who calls has refused the rest.
 //
-// Calls only launch on the stream: no allocation, no wait, no copy. Results do not depend on the launch geometry.
-// Two things differ from the CPU, both where it has no result of use: a query row that is not finite gets codes 0, and
-// rotated rows that overflow FP32 get codes of no meaning.
+// Calls only launch on the stream: no allocation, no wait, no copy. Results do not depend on the launch geometry. Where
+// rotated rows overflow FP32 (the CPU refuses the call: VCATTN_OVERFLOW) codes have no meaning. IEEE division and
+// subnormals are needed: not to be compiled with -use_fast_math.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -86,13 +86,12 @@ struct QuantizedQkv {
   uint8_t* q;       // [num_heads, blocks, block_rows / 64, 64 x dim swizzled]
   float* q_factor;  // [num_heads, blocks * block_rows] code units (eighths of an octave) per raw product, before
                     // k_descale; 0 behind the last row; NaN where the row of q is not finite
-  float*
-      q_norm;  // [num_heads, blocks * block_rows / 64]: largest Euclidean norm of the codes of 64 rows, times q_factor
+  // INT8 codes only (0 for E4M3): with k_norm a bound of every |score| in code units, up to rounding.
+  float* q_norm;  // [num_heads, blocks * block_rows / 64]: largest Euclidean norm of 64 rows' codes, times q_factor
   // Keys behind the last repeat the last key: codes and descale are those that it has in its own tile.
   uint8_t* k;        // [num_heads_kv, tiles, 128 x dim swizzled]
   float* k_descale;  // [num_heads_kv, tiles]
-  float* k_norm;     // [num_heads_kv, num_sequences]: largest Euclidean norm of a key's codes, times k_descale. With
-                     // q_norm it bounds every |score| in code units
+  float* k_norm;     // [num_heads_kv, num_sequences]: largest Euclidean norm of a key's codes, times k_descale
   // V^T less its block means, keys as key_at says, then the ones. Keys behind the last are 0, also in the ones. With
   // two phases the row of an odd key carries kPhaseFactor.
   uint8_t* v;        // [num_heads_kv, tiles, (dim + 8) x 128 swizzled], E4M3

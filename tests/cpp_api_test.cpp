@@ -102,6 +102,35 @@ TEST_F(GroupingState, MakesUpForASkippedStep) {
   EXPECT_EQ(ready.recipe.v_order, VCATTN_ORDER_SEQUENCE);
 }
 
+TEST_F(GroupingState, MakesUpForARegroupingThatWasLeftOut) {
+  schedule = {.kind = VCATTN_SCHEDULE_EVERY_STEP, .num_steps = 40, .reuse = 4};
+  vcattn::GroupingState state = make();
+  ASSERT_TRUE(state.prepare(kKey, 1, params, workspace, ready, done).ok());
+  ASSERT_TRUE(state.prepare(kKey, 3, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 0);
+  ASSERT_TRUE(state.prepare(kKey, 39, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 1) << "steps 4, 8 ... regroup";
+  EXPECT_EQ(done.warm, 1);
+  vcattn::GroupingState failing = make();
+  ASSERT_TRUE(failing.prepare(kKey, 0, params, workspace, ready, done).ok());
+  values[5] = NAN;
+  EXPECT_EQ(failing.prepare(kKey, 4, params, workspace, ready, done).code, VCATTN_NONFINITE_INPUT);
+  values[5] = 0.0f;
+  ASSERT_TRUE(failing.prepare(kKey, 5, params, workspace, ready, done).ok());
+  EXPECT_EQ(done.regroup, 1) << "the one that failed at step 4";
+}
+
+TEST_F(GroupingState, SegmentsHaveTheirOwnOrder) {
+  const int64_t bounds[] = {0, 100, 400}, others[] = {0, 200, 400};
+  params.cu_seqlens_q = params.cu_seqlens_kv = bounds;
+  params.num_segments = 2;
+  centroids.assign(vcattn::GroupingState::centroids_size(params), NAN);
+  vcattn::GroupingState state = make();
+  ASSERT_TRUE(state.prepare(kKey, 0, params, workspace, ready, done).ok());
+  params.cu_seqlens_q = params.cu_seqlens_kv = others;
+  expect_refused(state, 1, "the grouping state was made for cu_seqlens_kv[1] 100; found 200");
+}
+
 TEST_F(GroupingState, NeverLeaks) {
   vcattn::GroupingState state = make();
   ASSERT_TRUE(state.prepare(kKey, 2, params, workspace, ready, done).ok());
@@ -113,6 +142,9 @@ TEST_F(GroupingState, NeverLeaks) {
   params = right;
   params.recipe.grouping.clusters = 32;
   expect_refused(state, 3, "the grouping state was made for clusters 64; found 32");
+  params = right;
+  params.recipe.grouping.seed = 5;
+  expect_refused(state, 3, "the grouping state was made for seed 0; found 5");
   params = right;
   const uint8_t mask[400] = {1};
   params.key_mask = mask;

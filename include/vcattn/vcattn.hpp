@@ -2,6 +2,7 @@
 // memory that frees itself. Nothing throws but what the standard library throws when memory is short.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <new>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "vcattn/vcattn.h"
 
@@ -175,19 +177,19 @@ class GroupingState {
     if (!status.ok()) return status;
     ready = asked;
     ready.permutation = nullptr;
-    done.regroup = done.smooth != 0 && (done.regroup != 0 || !made_) ? 1 : 0;
-    done.warm = done.regroup != 0 && done.warm != 0 && made_ ? 1 : 0;
+    done.regroup = done.smooth != 0 && (made_at_ < 0 || outdated(step)) ? 1 : 0;
+    done.warm = done.regroup != 0 && made_at_ >= 0 ? 1 : 0;
     if (done.regroup != 0) {
       status = detail::status_of([&](vcattn_message* m) {
         return vcattn_group(&ready, done.warm, centroids_, permutation_, workspace.data(), workspace.size(), m);
       });
       if (!status.ok()) return status;
-      made_ = true;
+      made_at_ = step;
       made_for_ = identity(asked);
     }
     last_step_ = step;
     if (done.smooth == 0) ready.recipe.mean_rows = ready.recipe.mean_centred = 0;
-    if (made_) {
+    if (made_at_ >= 0) {
       ready.permutation = permutation_;
     } else {
       ready.recipe.v_order = VCATTN_ORDER_SEQUENCE;
@@ -205,25 +207,46 @@ class GroupingState {
   }
 
   // Forgets the order: for a new request.
-  void reset() {
-    made_ = false;
-    last_step_ = -1;
-  }
+  void reset() { made_at_ = last_step_ = -1; }
 
  private:
-  // What an order depends on, besides the values.
-  using Identity = std::array<int64_t, 10>;
-  static Identity identity(const vcattn_attention_params& p) {
-    return {p.memory,
-            p.v.shape[0],
-            p.v.shape[1],
-            p.v.shape[2],
-            p.v.shape[3],
-            p.cu_seqlens_kv != nullptr ? p.num_segments : 0,
-            p.recipe.v_order,
-            p.key_mask != nullptr,
-            p.recipe.grouping.clusters,
-            p.recipe.grouping.seeding};
+  // What an order depends on, besides the values: by name, then the bounds of the segments.
+  static constexpr std::array<const char*, 17> kNames = {
+      "memory",  "batch",       "seqlen_kv",   "num_heads_kv", "head_dim",        "num_segments",
+      "v_order", "key mask",    "clusters",    "iterations",   "warm_iterations", "seeding",
+      "seed",    "grid.frames", "grid.height", "grid.width",   "grid.first_token"};
+  static std::vector<int64_t> identity(const vcattn_attention_params& p) {
+    const bool packed = p.cu_seqlens_kv != nullptr;
+    const vcattn_grouping& g = p.recipe.grouping;
+    std::vector<int64_t> facts = {p.memory,
+                                  p.v.shape[0],
+                                  p.v.shape[1],
+                                  p.v.shape[2],
+                                  p.v.shape[3],
+                                  packed ? p.num_segments : 0,
+                                  p.recipe.v_order,
+                                  p.key_mask != nullptr,
+                                  g.clusters,
+                                  g.iterations,
+                                  g.warm_iterations,
+                                  g.seeding,
+                                  static_cast<int64_t>(g.seed),
+                                  p.grid.frames,
+                                  p.grid.height,
+                                  p.grid.width,
+                                  p.grid.first_token};
+    if (packed) facts.insert(facts.end(), p.cu_seqlens_kv, p.cu_seqlens_kv + p.num_segments + 1);
+    return facts;
+  }
+
+  // Whether the schedule had an order made after the one that is held, up to `step`: a step that was left out, or whose
+  // grouping failed, is made up for.
+  bool outdated(int32_t step) const {
+    for (int32_t s = made_at_ + 1; s <= step; ++s) {
+      vcattn_schedule_step at;
+      if (schedule_at(schedule_, s, at).ok() && at.regroup != 0) return true;
+    }
+    return false;
   }
 
   Status check(uint64_t key, int32_t step, const vcattn_attention_params& asked) const {
@@ -236,13 +259,13 @@ class GroupingState {
       return refused("the grouping state has seen step " + std::to_string(last_step_) + "; found step " +
                      std::to_string(step) + " (reset it between requests)");
     }
-    constexpr std::array<const char*, 10> kNames = {"memory",       "batch",   "seqlen_kv", "num_heads_kv", "head_dim",
-                                                    "num_segments", "v_order", "key mask",  "clusters",     "seeding"};
-    const Identity found = identity(asked);
-    for (size_t i = 0; made_ && i < found.size(); ++i) {
+    const std::vector<int64_t> found = identity(asked);
+    for (size_t i = 0; made_at_ >= 0 && i < std::min(found.size(), made_for_.size()); ++i) {
       if (found[i] == made_for_[i]) continue;
-      return refused(std::string("the grouping state was made for ") + kNames[i] + " " + std::to_string(made_for_[i]) +
-                     "; found " + std::to_string(found[i]));
+      const std::string name =
+          i < kNames.size() ? kNames[i] : "cu_seqlens_kv[" + std::to_string(i - kNames.size()) + "]";
+      return refused("the grouping state was made for " + name + " " + std::to_string(made_for_[i]) + "; found " +
+                     std::to_string(found[i]));
     }
     return {};
   }
@@ -251,9 +274,9 @@ class GroupingState {
   vcattn_schedule schedule_;
   int32_t* permutation_;
   float* centroids_;
-  bool made_ = false;
-  int32_t last_step_ = -1;
-  Identity made_for_ = {};
+  int32_t made_at_ = -1;    // step of the order that is held; -1: none
+  int32_t last_step_ = -1;  // that was asked for
+  std::vector<int64_t> made_for_;
 };
 
 }  // namespace vcattn

@@ -296,6 +296,17 @@ TEST(Backend, SaysWhatItRunsOn) {
   EXPECT_EQ(vcattn_backend_info(2, &available, &reason), nullptr);
 }
 
+TEST_F(Validation, Alignment) {
+  static float lse[64];
+  static int32_t permutation[64];
+  const auto off = [](auto* pointer) {
+    return reinterpret_cast<decltype(pointer)>(reinterpret_cast<std::byte*>(pointer) + 2);
+  };
+  refused([&] { p.lse = off(lse); }, VCATTN_INVALID_ARGUMENT, "lse is aligned to its element size of 4 bytes");
+  refused([&] { p.permutation = off(permutation); }, VCATTN_INVALID_ARGUMENT,
+          "permutation is aligned to its element size of 4 bytes");
+}
+
 // Whatever this machine has, device memory never reaches the CPU, nor host memory a GPU.
 TEST_F(Validation, MemoryThatTheBackEndDoesNotTake) {
   refused([&] { p.backend = VCATTN_BACKEND_SM90A; }, VCATTN_INVALID_ARGUMENT,

@@ -76,7 +76,9 @@ vcattn_code vcattn_group(const vcattn_attention_params* params, int32_t warm, fl
   if (warm != 0 && centroids == nullptr) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "a warm start needs centroids; found NULL");
   }
-  code = validate_workspace(workspace, workspace_bytes, request.bytes, message);
+  code = validate_alignment(permutation, "permutation", message);
+  if (code == VCATTN_OK) code = validate_alignment(centroids, "centroids", message);
+  if (code == VCATTN_OK) code = validate_workspace(workspace, workspace_bytes, request.bytes, message);
   if (code != VCATTN_OK) return code;
   return request.backend->group(request.problem, warm != 0, centroids, permutation, workspace, message);
 }

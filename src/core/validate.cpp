@@ -102,6 +102,7 @@ Range memory_of(const vcattn_tensor& t) {
 
 vcattn_code validate_lse(const vcattn_attention_params& p, const Range& out, vcattn_message* message) {
   if (p.lse == nullptr) return VCATTN_OK;
+  if (const vcattn_code code = validate_alignment(p.lse, "lse", message); code != VCATTN_OK) return code;
   const int64_t shape[3] = {p.q.shape[0], p.q.shape[1], p.q.shape[2]};
   int64_t last = 0;
   for (int axis = 0; axis < 3; ++axis) {
@@ -301,6 +302,7 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
     }
   }
   code = validate_lse(p, out, message);
+  if (code == VCATTN_OK) code = validate_alignment(p.permutation, "permutation", message);
   if (code != VCATTN_OK) return code;
   fill_problem(p, problem);
   problem.seqlen_q = p.q.shape[1];
@@ -315,6 +317,11 @@ vcattn_code validate_grouping(const vcattn_attention_params* params, Problem& pr
   if (code != VCATTN_OK) return code;
   fill_problem(*params, problem);
   return VCATTN_OK;
+}
+
+vcattn_code validate_alignment(const void* pointer, const char* name, vcattn_message* message) {
+  if (reinterpret_cast<uintptr_t>(pointer) % 4 == 0) return VCATTN_OK;
+  return fail(message, VCATTN_INVALID_ARGUMENT, "{} is aligned to its element size of 4 bytes", name);
 }
 
 vcattn_code validate_workspace(const void* workspace, size_t given, size_t needed, vcattn_message* message) {

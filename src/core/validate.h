@@ -29,6 +29,9 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
 // For vcattn_group: v, its mask or segments, the grid and the recipe.
 vcattn_code validate_grouping(const vcattn_attention_params* params, Problem& problem, vcattn_message* message);
 
+// An array of 4-byte elements; NULL passes.
+vcattn_code validate_alignment(const void* pointer, const char* name, vcattn_message* message);
+
 // Workspace given against asked for.
 vcattn_code validate_workspace(const void* workspace, size_t given, size_t needed, vcattn_message* message);
 

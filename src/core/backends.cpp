@@ -18,7 +18,7 @@ namespace {
 
 #if !VCATTN_CUDA
 bool built_without_cuda(vcattn_message* reason) {
-  set_message(reason, "this build has no CUDA: no nvcc was found when it was configured");
+  set_message(reason, "this build has no CUDA: when it was configured, nvcc was not found or VCATTN_CUDA was OFF");
   return false;
 }
 #endif

@@ -276,7 +276,8 @@ inline void take_operands(sm90a::QuantizedQkv& qkv, const vcattn_attention_param
   qkv.k_norm = arena.take<float>(slots);
   qkv.v = arena.take<uint8_t>(tiles * value_tile_bytes(qkv.dim));
   qkv.v_descale = arena.take<float>(slots * qkv.dim);
-  qkv.means = arena.take<float>(params.recipe.mean_rows > 0 ? kv_heads * qkv.mean_groups * kMeanTiles * qkv.dim : 0);
+  qkv.means =
+      params.recipe.mean_rows > 0 ? arena.take<float>(kv_heads * qkv.mean_groups * kMeanTiles * qkv.dim) : nullptr;
   qkv.lse_shift = arena.take<float>(params.lse != nullptr ? rows : 0);
   qkv.k_poison = arena.take<uint32_t>(slots);
 }

@@ -30,7 +30,10 @@ cudaError_t prepare(const Problem& problem, const QuantizedQkv& qkv, const Prepa
   for (const auto stage : {prepare_sequences, prepare_keys, prepare_values, prepare_queries}) {
     if (const cudaError_t error = stage(call); error != cudaSuccess) return error;
   }
-  return cudaSuccess;
+  // A kernel that restores means whatever the recipe says adds nothing.
+  if (qkv.means == nullptr || call.recipe.mean_rows > 0) return cudaSuccess;
+  const size_t groups = static_cast<size_t>(qkv.num_heads_kv) * static_cast<size_t>(qkv.mean_groups);
+  return cudaMemsetAsync(qkv.means, 0, groups * mean_group_bytes(qkv.dim), stream);
 }
 
 }  // namespace vcattn::sm90a

@@ -12,6 +12,7 @@ namespace vcattn::sm90a {
 namespace {
 
 vcattn_code refuse_cuda(cudaError_t status, const char* what, vcattn_message* message) {
+  cudaGetLastError();  // the next caller of CUDA must not find it
   return fail(message, VCATTN_INTERNAL, "{}: CUDA says {} ({})", what, cudaGetErrorString(status),
               cudaGetErrorName(status));
 }
@@ -65,7 +66,12 @@ bool available(vcattn_message* reason) {
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (status != cudaSuccess) {
     cudaGetLastError();  // the next caller of CUDA must not find it
-    set_message(reason, "no usable CUDA device: {}", cudaGetErrorString(status));
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) {
+      set_message(reason, "no NVIDIA driver: libcuda.so.1 was not found");
+    } else {
+      set_message(reason, "no usable CUDA device: {}", cudaGetErrorString(status));
+    }
     return false;
   }
   if (major != 9 || minor != 0) {

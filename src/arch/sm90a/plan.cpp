@@ -40,8 +40,8 @@ QuantizedQkv take_operands(const Problem& problem, const Config& config, Arena& 
   qkv.k_norm = arena.take<float>(slots);
   qkv.v = arena.take<uint8_t>(tiles * value_tile_bytes(qkv.dim));
   qkv.v_descale = arena.take<float>(slots * qkv.dim);
-  const bool means = problem.params->recipe.mean_rows > 0;
-  qkv.means = arena.take<float>(means ? problem.num_heads_kv * qkv.mean_groups * mean_group_bytes(qkv.dim) / 4 : 0);
+  qkv.means = config.means ? arena.take<float>(problem.num_heads_kv * qkv.mean_groups * mean_group_bytes(qkv.dim) / 4)
+                           : nullptr;
   qkv.lse_shift = arena.take<float>(problem.params->lse != nullptr ? rows : 0);
   qkv.k_poison = arena.take<uint32_t>(slots);
   return qkv;

@@ -10,6 +10,7 @@ namespace vcattn::sm90a {
 namespace {
 
 constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+constexpr int64_t kLongest = kLargest - 1024;  // tokens: their number is rounded up to whole blocks
 
 struct Condition {
   const char* text;
@@ -35,9 +36,9 @@ constexpr Condition kConditions[] = {
      [](const vcattn_recipe& r) { return r.p_format == VCATTN_P_EXPCAST || (r.p_format == VCATTN_P_E4M3 && int8(r)); }},
     {"p_log2_peak 8 for p_format e4m3",
      [](const vcattn_recipe& r) { return r.p_format != VCATTN_P_E4M3 || r.p_log2_peak == kExpCastLog2Peak; }},
-    {"row_max tile_octave with tile_keys 256, or running with p_format e4m3 and mean_rows 128",
+    {"row_max tile_octave with tile_keys 256, or running with p_format e4m3",
      [](const vcattn_recipe& r) {
-       return running(r) ? r.p_format == VCATTN_P_E4M3 && r.mean_rows > 0
+       return running(r) ? r.p_format == VCATTN_P_E4M3
                          : r.row_max == VCATTN_MAX_TILE_OCTAVE && r.tile_keys == kPairKeys;
      }},
     {"row_sum decoded, or unrounded with row_max running",
@@ -66,16 +67,18 @@ vcattn_code choose_config(const Problem& problem, Config& config, vcattn_message
             .scores = int8(recipe) ? Scores::kInt8 : Scores::kE4m3,
             .probabilities = is_expcast(recipe) ? Probabilities::kExpCast : Probabilities::kExp2,
             .row_maximum = running(recipe) ? RowMaximum::kRunning : RowMaximum::kPairOctave,
-            .means = recipe.mean_rows > 0};
+            .means = recipe.mean_rows > 0 || running(recipe)};  // whose means are 0 where the recipe has none
   // Blocks of queries and tiles of keys are counted in 32 bits, over all heads.
   const int64_t blocks = problem.num_sequences + problem.batch * (problem.seqlen_q / config.block_rows());
   const int64_t tiles = 2 * problem.num_sequences + problem.batch * (problem.seqlen_kv / kBlockN);
-  if (problem.seqlen_q > kLargest || problem.num_heads > kLargest / std::max<int64_t>(1, blocks) ||
+  if (std::max(problem.seqlen_q, problem.seqlen_kv) > kLongest ||
+      problem.num_heads > kLargest / std::max<int64_t>(1, blocks) ||
       problem.num_heads_kv > kLargest / std::max<int64_t>(1, tiles)) {
-    return fail(message, VCATTN_UNSUPPORTED,
-                "backend sm90a takes fewer than 2^31 blocks of {} queries and tiles of {} keys over all heads; found "
-                "batch {}, seqlen_q {}, seqlen_kv {}, num_heads {}",
-                config.block_rows(), kBlockN, problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.num_heads);
+    return fail(
+        message, VCATTN_UNSUPPORTED,
+        "backend sm90a takes sequences of at most {} tokens, and fewer than 2^31 blocks of {} queries and tiles of "
+        "{} keys over all heads; found batch {}, seqlen_q {}, seqlen_kv {}, num_heads {}",
+        kLongest, config.block_rows(), kBlockN, problem.batch, problem.seqlen_q, problem.seqlen_kv, problem.num_heads);
   }
   return VCATTN_OK;
 }

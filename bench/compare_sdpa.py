@@ -28,9 +28,12 @@ from ctypes import addressof
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+except ImportError as error:
+    sys.exit(f"compare_sdpa.py needs torch with CUDA: {error}")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from vcattn import _abi, _library  # noqa: E402

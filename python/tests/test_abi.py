@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vcattn import _abi, _library
+from reference import normal
+from vcattn import _abi, _call, _library, _numpy_arrays
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = re.sub(r"/\*.*?\*/", "", (ROOT / "include/vcattn/vcattn.h").read_text(), flags=re.S)
@@ -118,3 +119,10 @@ def test_library_of_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_abi, "AttentionParams", Smaller)
     with pytest.raises(ImportError, match="takes attention parameters of"):
         _library.load(_library.path())
+
+
+def test_the_largest_scale_is_the_librarys():
+    x = normal(0, 1, 8, 2, 64)
+    for scale, served in ((_abi.MAX_SOFTMAX_SCALE, True), (_abi.MAX_SOFTMAX_SCALE * 1.001, False)):
+        options = _call.Options("accurate", False, scale)
+        assert (_call.refusal(_numpy_arrays, x, x, x, options, cuda=False) is None) == served

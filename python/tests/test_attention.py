@@ -179,6 +179,39 @@ def test_dlpack():
     assert isinstance(found, np.ndarray) and np.array_equal(found, expected)
 
 
+def test_dlpack_beside_numpy():
+    q, k, v = qkv()
+    mask = np.arange(200)[None] < 100
+    expected = vcattn.attention(q, k, v, key_padding_mask=mask)
+    for inputs in ((q, Foreign(k), v), (q, k, Foreign(v)), (Foreign(q), k, v)):
+        assert np.array_equal(vcattn.attention(*inputs, key_padding_mask=Foreign(mask)), expected)
+    assert np.array_equal(vcattn.attention(q, k, v, key_padding_mask=Foreign(mask)), expected)
+
+
+def test_masked_arrays_are_refused():
+    """Their masks would be lost."""
+    q, k, v = qkv()
+    hidden = np.zeros(k.shape, bool)
+    with pytest.raises(vcattn.InvalidArgumentError, match="k: an array without a mask"):
+        vcattn.attention(q, np.ma.array(k, mask=hidden), v)
+    with pytest.raises(vcattn.InvalidArgumentError, match="key_padding_mask"):
+        vcattn.attention(q, k, v, key_padding_mask=np.ma.array(np.ones((1, 200), bool)))
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"scale": "x"}, "scale is a number"),
+        ({"recipe": "accurate,v_order=cube", "grid": (0, 1)}, "grid: "),
+        ({"recipe": "fast\0x"}, "no NUL"),
+        ({"state": 5, "step": 0}, "state is a vcattn.State"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(options: dict, match: str):
+    with pytest.raises(vcattn.InvalidArgumentError, match=match):
+        vcattn.attention(*qkv(), **options)
+
+
 def test_imports_and_runs_without_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
@@ -186,8 +219,10 @@ def test_imports_and_runs_without_torch():
         "x = np.ones((1, 4, 1, 64), np.float32)\n"
         "assert (vcattn.attention(x, x, x, recipe='fp32') == 1).all()\n"
         "try: vcattn.sdpa\n"
-        "except ImportError: pass\n"
+        "except AttributeError as error: assert 'needs torch' in str(error)\n"
         "else: raise SystemExit('sdpa without torch')\n"
+        "from vcattn import *\n"
+        "assert not hasattr(vcattn, 'patch_sdpa') and Policy is vcattn.Policy\n"
     )
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

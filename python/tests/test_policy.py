@@ -11,6 +11,7 @@ import vcattn
 from reference import normal
 from vcattn.captures import Capture
 from vcattn.policy import as_policy
+from vcattn.recipe import split_specs
 from vcattn.sensitivity import Measurement, Sensitivity
 
 LONG = {"seqlen_q": 10_000, "seqlen_kv": 10_000}
@@ -45,7 +46,7 @@ def test_refusals():
         vcattn.Policy("nothing")
     with pytest.raises(vcattn.InvalidArgumentError, match="no recipe"):
         vcattn.Policy(layers={"x": "nothing"})
-    with pytest.raises(vcattn.InvalidArgumentError, match="native_first is not negative"):
+    with pytest.raises(vcattn.InvalidArgumentError, match="native_first is at least 0"):
         vcattn.Policy(native_first=-1)
 
 
@@ -57,6 +58,27 @@ def test_as_json(tmp_path: Path):
     (tmp_path / "wrong.json").write_text('{"recipes": 1}')
     with pytest.raises(vcattn.InvalidArgumentError, match="not a policy"):
         as_policy(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"layers": null}', '{"layers": {"x": 3}}', '{"native_first": 1.5}', '{"min_seqlen": "4"}', "[]", "{"]
+)
+def test_files_that_are_no_policies(tmp_path: Path, text: str):
+    (tmp_path / "wrong.json").write_text(text)
+    with pytest.raises(vcattn.InvalidArgumentError):
+        vcattn.Policy.load(tmp_path / "wrong.json")
+
+
+def test_recipes_are_kept_by_their_specs(tmp_path: Path):
+    recipe = vcattn.Recipe("fast", mean_rows=0)
+    policy = vcattn.Policy(recipe, {"x": recipe})
+    policy.save(tmp_path / "p.json")
+    assert vcattn.Policy.load(tmp_path / "p.json") == policy == vcattn.Policy(recipe.spec, {"x": recipe.spec})
+
+
+def test_lists_of_specs():
+    assert split_specs("fast,mean_rows=0,v_order=sequence,exact") == ["fast,mean_rows=0,v_order=sequence", "exact"]
+    assert split_specs("fast") == ["fast"]
 
 
 def capture(layer: str, step: int, loud: float) -> Capture:
@@ -101,3 +123,31 @@ def test_sensitivity_rows_are_those_of_the_whole_call():
     calls = [capture("a", 0, 1)]
     few, all_rows = (vcattn.sensitivity(calls, recipes=["sage2"], rows=rows) for rows in (256, 10_000))
     assert np.isclose(few.measurements[0].errors["sage2"], all_rows.measurements[0].errors["sage2"], rtol=0.2)
+
+
+def test_errors_of_nan_are_shown_and_never_within_the_tolerance():
+    nan = float("nan")
+    for errors in ((nan, 0.01), (0.01, nan)):
+        calls = tuple(Measurement("a", step, 10, {"fast": e}) for step, e in enumerate(errors))
+        found = Sensitivity(calls, ("fast",))
+        assert np.isnan(found.layers()["a"]["fast"]) and "nan" in str(found)
+    lost = Sensitivity(tuple(Measurement("a", s, 4, {"fast": nan if s == 0 else 0.01}) for s in range(4)), ("fast",))
+    assert lost.policy(0.02) == vcattn.Policy("fast", native_first=1)
+
+
+def test_values_of_zero_have_no_error():
+    call = capture("a", 0, 1)
+    call = call._replace(v=np.zeros_like(call.v))
+    found = vcattn.sensitivity([call], recipes=["fast"])
+    assert found.layers() == {"a": {"fast": 0.0}} and found.policy(0.02) == vcattn.Policy("fast")
+
+
+def test_sensitivity_refusals(tmp_path: Path):
+    with pytest.raises(vcattn.InvalidArgumentError, match="no captures"):
+        vcattn.sensitivity([])
+    for rows in (0, -5, 1.5):
+        with pytest.raises(vcattn.InvalidArgumentError, match="rows is"):
+            vcattn.sensitivity([capture("a", 0, 1)], rows=rows)
+    for tolerance in (float("nan"), -1.0, float("inf")):
+        with pytest.raises(vcattn.InvalidArgumentError, match="tolerance is finite"):
+            Sensitivity((), ("fast",)).policy(tolerance)

@@ -44,6 +44,37 @@ def test_schedule_refusals(arguments: tuple):
         vcattn.Schedule(4).at(4)
 
 
+def test_schedules_are_values():
+    schedule = vcattn.Schedule(8)
+    with pytest.raises(AttributeError):
+        schedule.num_steps = 9
+    assert schedule == vcattn.Schedule(np.int64(8)) != vcattn.Schedule(9)
+    assert len({schedule, vcattn.Schedule(8), vcattn.Schedule(8, "never")}) == 2
+
+
+@pytest.mark.parametrize("arguments, match", [((2**31,), "found 2147483648"), ((1.5,), "whole number; found 1.5")])
+def test_schedules_of_other_numbers_are_refused(arguments: tuple, match: str):
+    with pytest.raises(vcattn.InvalidArgumentError, match=match):
+        vcattn.Schedule(*arguments)
+
+
+def test_what_is_no_schedule_or_step_is_refused():
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule is a"):
+        vcattn.State(5)
+    with pytest.raises(vcattn.InvalidArgumentError, match="step is a whole number"):
+        vcattn.attention(*inputs(0), state=vcattn.State(vcattn.Schedule(4)), step=1.5)
+
+
+def test_an_order_serves_the_mask_that_it_was_made_for(groupings: list[bool]):
+    state = vcattn.State(vcattn.Schedule(8, "every_step", reuse=8))
+    q, k, v = inputs(0)
+    for step, admitted in enumerate((450, 450, 300)):
+        mask = (np.arange(600) < admitted)[None]
+        out = vcattn.attention(q, k, v, state=state, step=step, key_padding_mask=mask)
+        assert error(out, exact(q, k, v, mask=mask)[0]) < BOUND
+    assert groupings == [False, False]
+
+
 def test_a_run_follows_the_schedule(groupings: list[bool]):
     state = vcattn.State(vcattn.Schedule(16))
     for step in range(16):

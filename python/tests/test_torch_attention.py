@@ -84,3 +84,18 @@ def test_dlpack_of_a_dtype_that_numpy_lacks():
     q, k, v = tensors(1, 20, 1, 64)
     out = vcattn.attention(*map(Foreign, (q, k, v)))
     assert isinstance(out, torch.Tensor) and torch.equal(out, vcattn.attention(q, k, v))
+
+
+def test_dlpack_of_dtypes_of_which_numpy_lacks_one():
+    class Foreign:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.__dlpack__, self.__dlpack_device__ = x.__dlpack__, x.__dlpack_device__
+
+    q, k, v = tensors(1, 20, 1, 64)
+    k, v = k.float(), v.float()
+    expected = vcattn.attention(q, k, v)
+    for inputs in ((Foreign(q), Foreign(k), Foreign(v)), (q, Foreign(k), v), (Foreign(q), k, Foreign(v))):
+        assert torch.equal(vcattn.attention(*inputs), expected)
+    mask = torch.arange(20)[None] < 10
+    masked = vcattn.attention(q, k, v, key_padding_mask=Foreign(mask.to(torch.uint8)))
+    assert torch.equal(masked, vcattn.attention(q, k, v, key_padding_mask=mask))

@@ -75,6 +75,13 @@ def test_capturing(tmp_path: Path):
     assert first.q.shape == (1, 140, 2, 64) and torch.equal(first.k, first.q * 2)
 
 
+def test_files_hold_what_tensors_say(tmp_path: Path):
+    """Negated views, and one tensor as q, k and v, of a single head."""
+    x = torch.randn(1, 140, 1, 64)
+    found = captures.load(captures.save(captures.Capture(x, x, torch._neg_view(x), "a"), tmp_path))
+    assert torch.equal(found.q, x) and torch.equal(found.k, x) and torch.equal(found.v, -x)
+
+
 def test_capturing_ends_with_an_exception(tmp_path: Path):
     original, module_call = F.scaled_dot_product_attention, torch.nn.Module.__call__
     with pytest.raises(ZeroDivisionError), capturing(tmp_path):
@@ -99,6 +106,73 @@ def test_a_second_run_starts_at_step_0_and_the_limit_holds(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"attn_mask": torch.ones(140, 140, dtype=torch.bool)}, "attn_mask"),
+        ({"is_causal": True}, "is_causal"),
+        ({"dropout_p": 0.1}, "dropout"),
+    ],
+)
+def test_calls_that_files_cannot_tell_are_left_out(tmp_path: Path, options: dict, reason: str):
+    class Denoiser(torch.nn.Module):
+        def forward(self, x, timestep):
+            return F.scaled_dot_product_attention(x, x, x, **options)
+
+    block = capturing(tmp_path, min_seqlen=0)
+    with pytest.warns(UserWarning, match=reason), block as files:
+        Denoiser()(torch.zeros(1, 2, 140, 64), 3.0)
+    assert not files and [reason in found for found in block.report.fallbacks] == [True]
+
+
+@pytest.mark.parametrize("failure", ["ValueError", "ImportError", "OSError", "KeyError"])
+def test_errors_of_the_script_are_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str], failure: str):
+    script = tmp_path / "script.py"
+    script.write_text(f"def inner():\n    raise {failure}('mine')\ninner()\n")
+    assert main(["capture", "--out", str(tmp_path / "c"), "--", str(script)]) == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and "in inner" in shown and f"{failure}: " in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["capture", "--out", "c", "--", "nothing.py"],
+        ["sensitivity", "folder"],
+        ["sensitivity", "folder", "--policy", "policy.json"],
+        ["sensitivity", "text.py"],
+        ["sensitivity", "nothing"],
+        ["bench", "1,8,1,64", "--device", "foo"],
+        ["bench", "1,8,1,64", "--device", "meta"],
+        ["bench", "1,8,1,64", "--device", "cpu", "--repeats", "0"],
+        ["plot", "bench.json", "p.png"],
+        ["plot", "sensitivity.json", "p.png"],
+        ["plot", "list.json", "p.png"],
+    ],
+)
+def test_one_line_for_what_cannot_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    for name, text in (
+        ("text.py", "print()\n"),
+        ("bench.json", '{"kind": "bench"}'),
+        ("sensitivity.json", '{"kind": "sensitivity", "calls": [{}]}'),
+        ("list.json", "[]"),
+    ):
+        Path(name).write_text(text)
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("vcattn: ") and shown.err.count("\n") == 1 and not Path("policy.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_bench_without_a_device(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "1,8,1,64", "--device", "cuda"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 TOOL = Path(__file__).resolve().parents[2] / "build/cli/vcattn"
 
 
@@ -121,9 +195,18 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         == 0
     )
     policy, numbers, picture = tmp_path / "policy.json", tmp_path / "sensitivity.json", tmp_path / "s.png"
-    arguments = ["--recipes", "fast,accurate", "--tolerance", "0.5", "--policy", str(policy), "--json", str(numbers)]
+    arguments = [
+        "--recipes",
+        "fast,mean_rows=32,accurate",
+        "--tolerance",
+        "0.5",
+        "--policy",
+        str(policy),
+        "--json",
+        str(numbers),
+    ]
     assert main(["sensitivity", str(out), *arguments]) == 0
-    assert Policy.load(policy) == Policy("fast")
+    assert Policy.load(policy) == Policy("fast,mean_rows=32")
     assert "blocks.2" in capsys.readouterr().out
     results = tmp_path / "bench.json"
     assert main(["bench", "1,200,2,64", "--repeats", "3", "--device", "cpu", "--json", str(results)]) == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
+import numpy as np
 import pytest
 
 from reference import normal
@@ -91,6 +95,27 @@ def test_dynamic_lengths():
     assert counter.frame_count == 1
 
 
+def test_dynamic_scales():
+    qkv = tensors(1, 2, 150, 64)
+    attend = dynamic(lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v, scale=scale))
+    with vcattn.patch_sdpa(min_seqlen=0) as report:
+        for scale in (0.1, 0.2, 0.3, 0.4):
+            assert torch.equal(attend(*qkv, scale), vcattn.sdpa(*qkv, scale=scale))
+    assert report.served >= 1 and not report.fallbacks
+
+
+def test_a_first_call_that_is_compiled():
+    """In a process of its own, where nothing of the package that needs torch is imported yet."""
+    code = (
+        "import torch, vcattn\n"
+        "x, p = torch.ones(1, 8, 2, 64), torch.nn.Parameter(torch.ones(1, 8, 2, 64), requires_grad=False)\n"
+        "attend = torch.compile(vcattn.attention, fullgraph=True, backend='aot_eager')\n"
+        "assert all(torch.equal(attend(x, p, x), vcattn.attention(x, p, x)) for _ in range(2))\n"
+    )
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
 def test_compiled_mask_segments_and_recipe():
     q, k, v = tensors(1, 150, 2, 64)
     mask = torch.arange(150)[None] < 100
@@ -102,6 +127,14 @@ def test_compiled_mask_segments_and_recipe():
             return vcattn.attention(q, k, v, **options)
 
         assert torch.equal(compiled(attend)(q, k, v), attend(q, k, v))
+
+
+def test_two_offsets_are_one_segment():
+    q, k, v = tensors(1, 150, 2, 64)
+    expected = vcattn.attention(q, k, v, cu_seqlens=[0, 150])
+    for cu in ((0, 150), (np.int64(0), np.int64(150)), (torch.tensor(0), torch.tensor(150))):
+        assert torch.equal(vcattn.attention(q, k, v, cu_seqlens=cu), expected)
+    assert torch.equal(compiled(lambda q, k, v: vcattn.attention(q, k, v, cu_seqlens=(0, 150)))(q, k, v), expected)
 
 
 def test_compiled_options():
@@ -127,6 +160,49 @@ def test_compiled_steps_with_state():
     for step in range(8):
         q, k, v = (x + step for x in tensors(1, 400, 2, 64))
         assert torch.equal(attend(q, k, v, step), vcattn.attention(q, k, v, state=eager.of("layer"), step=step))
+
+
+def test_compiled_states_let_nonfinite_values_through():
+    q, k, v = tensors(1, 2, 400, 64)
+    v[0, 1, 7, 3] = float("nan")
+
+    schedule = vcattn.Schedule(8)
+
+    def attend(q, k, v):
+        return vcattn.sdpa(q, k, v, state=vcattn.State(schedule), step=0)
+
+    expected = attend(q, k, v)
+    found = compiled(attend)(q, k, v)
+    assert expected.isnan().any() and torch.equal(found.isnan(), expected.isnan())
+
+
+EXPECT_TORCH = {  # inputs that torch answers and the library refuses
+    "no batch": lambda q, k, v: ((q[:0], k[:0], v[:0]), {}),
+    "one key head and two of the values": lambda q, k, v: ((q, k[:, :1], v), {"enable_gqa": True}),
+    "fewer values than keys": lambda q, k, v: ((q, k, v[:, :, :149]), {}),
+    "a scale beyond 2^64": lambda q, k, v: ((q, k, v), {"scale": 1e30}),
+}
+
+
+@pytest.mark.parametrize("case", EXPECT_TORCH)
+@pytest.mark.filterwarnings("ignore:vcattn")
+def test_compiled_patch_leaves_to_torch_what_the_library_refuses(case: str):
+    q, k, v = (x.float() for x in tensors(2, 2, 150, 64))
+    inputs, options = EXPECT_TORCH[case](q, k, v)
+    expected = F.scaled_dot_product_attention(*inputs, **options)
+    attend = lambda *x: F.scaled_dot_product_attention(*x, **options)  # noqa: E731
+    for run in (attend, compiled(attend)):
+        torch._dynamo.reset()
+        with vcattn.patch_sdpa(min_seqlen=0) as report:
+            torch.testing.assert_close(run(*inputs), expected)
+        assert report.served == 0 and sum(report.fallbacks.values()) >= 1
+
+
+def test_compiled_patch_broadcasts_heads():
+    q, k, v = tensors(1, 2, 150, 64)
+    with vcattn.patch_sdpa(min_seqlen=0) as report:
+        out = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v))(q, k[:, :1], v)
+    assert torch.equal(out, vcattn.sdpa(q, k[:, :1], v)) and report.served == 1
 
 
 def test_compiled_patch_serves():

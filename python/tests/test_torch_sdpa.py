@@ -98,6 +98,29 @@ def test_masks_that_do_not_broadcast(shape: tuple[int, ...]):
         vcattn.sdpa(*tensors(B, H, S, D), torch.ones(shape, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.complex64])
+def test_masks_that_torch_refuses(dtype: torch.dtype):
+    q, k, v = tensors(B, H, S, D)
+    mask = torch.zeros(B, 1, 1, S, dtype=dtype)
+    with pytest.raises(vcattn.InvalidArgumentError, match="attn_mask: bool or floating-point"):
+        vcattn.sdpa(q, k, v, mask)
+    with vcattn.patch_sdpa(min_seqlen=0), pytest.warns(UserWarning, match="attn_mask"), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, v, mask)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_arrays_that_are_no_tensors_are_refused(which: int):
+    inputs = [*tensors(B, H, S, D), torch.ones(1, 1, 1, S, dtype=torch.bool)]
+    inputs[which] = inputs[which].numpy()
+    with pytest.raises(vcattn.InvalidArgumentError, match="torch tensor; found ndarray"):
+        vcattn.sdpa(*inputs)
+
+
+def test_min_seqlen_is_a_number():
+    with pytest.raises(vcattn.InvalidArgumentError, match="min_seqlen is a whole number"):
+        vcattn.patch_sdpa(min_seqlen=None)
+
+
 def test_other_arguments_refused():
     q, k, v = tensors(B, H, S, D)
     with pytest.raises(vcattn.UnsupportedError, match="dropout"):

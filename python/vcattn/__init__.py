@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ._abi import VERSION as __version__
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # What needs torch, by the module that has it: imported at first use, so that `import vcattn` works without torch.
 _NEEDS_TORCH = {"patch_sdpa": "torch_patch", "sdpa": "torch_sdpa"}
+_HAS_TORCH = find_spec("torch") is not None
 
 
 def __getattr__(name: str) -> Any:
@@ -37,6 +39,8 @@ def __getattr__(name: str) -> Any:
 
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not _HAS_TORCH:
+        raise AttributeError(f"{__name__}.{name} needs torch, which is not installed")
     module = import_module(f"{__name__}.{_NEEDS_TORCH[name]}")
     value = globals()[name] = getattr(module, name)
     return value
@@ -67,3 +71,6 @@ __all__ = [
     "sdpa",
     "sensitivity",
 ]
+if not _HAS_TORCH:
+    for _name in _NEEDS_TORCH:
+        __all__.remove(_name)

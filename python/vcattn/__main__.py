@@ -6,10 +6,12 @@ import argparse
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import Error
+from .errors import Error, InvalidArgumentError
+from .recipe import split_specs
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -25,6 +27,8 @@ def _capture(options: argparse.Namespace) -> int:
     script = options.script[1:] if options.script[:1] == ["--"] else options.script
     if not script:
         raise ValueError("capture runs a script: vcattn capture --out DIR -- script.py ARGUMENTS")
+    if not Path(script[0]).is_file():
+        raise ValueError(f"capture runs a script: there is no file {script[0]}")
     block = capturing(
         options.out,
         layers=options.layers.split(","),
@@ -35,21 +39,29 @@ def _capture(options: argparse.Namespace) -> int:
     )
     sys.argv = script
     sys.path.insert(0, str(Path(script[0]).parent))
+    failed = False
     with block as files:
-        runpy.run_path(script[0], run_name="__main__")
+        try:
+            runpy.run_path(script[0], run_name="__main__")
+        except Exception:  # the script's own, which its author wants to see whole
+            traceback.print_exc()
+            failed = True
     print(f"{len(files)} calls captured in {options.out}")
-    return 0 if files else 1
+    for reason, count in block.report.fallbacks.items():
+        print(f"{count} left out: {reason}")
+    return 0 if files and not failed else 1
 
 
 def _sensitivity(options: argparse.Namespace) -> int:
     from .sensitivity import sensitivity
 
-    found = sensitivity(options.captures, recipes=options.recipes.split(","), rows=options.rows)
+    found = sensitivity(options.captures, recipes=split_specs(options.recipes), rows=options.rows)
+    policy = found.policy(options.tolerance)
     print(found)
     if options.json:
         found.save(options.json)
     if options.policy:
-        found.policy(options.tolerance).save(options.policy)
+        policy.save(options.policy)
         print(f"policy for a tolerance of {options.tolerance}: {options.policy}")
     return 0
 
@@ -60,13 +72,19 @@ def _bench(options: argparse.Namespace) -> int:
     from . import bench
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("it is cpu or cuda")
+        torch.empty(1, device=device)
+    except (AssertionError, RuntimeError) as error:  # no such device, or none of its kind in this torch
+        raise InvalidArgumentError(f"device {device}: {str(error).splitlines()[0]}") from error
     if options.overhead:
         from .overhead import layer_seconds
 
         q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         print(f"Python layer: {1e6 * layer_seconds(q, k, v):.1f} microseconds a call, without the library's part")
         return 0
-    recipes = options.recipes.split(",")
+    recipes = split_specs(options.recipes)
     shapes = [bench.Shape.parse(text) for text in options.shapes or ["1,2048,4,128"]]
     results = [r for shape in shapes for r in bench.bench(shape, recipes, device=device, repeats=options.repeats)]
     print(bench.table(results))
@@ -115,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = add("bench", _bench, "time whole calls beside torch's scaled_dot_product_attention")
     bench.add_argument("shapes", nargs="*", help="batch,seqlen,num_heads,head_dim or a model's name [1,2048,4,128]")
-    bench.add_argument("--recipes", default="accurate", help="separated by commas [accurate]")
+    bench.add_argument("--recipes", default="accurate", help="specs separated by commas [accurate]")
     bench.add_argument("--device", help="cpu or cuda [cuda where there is one]")
     bench.add_argument("--repeats", type=int, default=20, help="samples of each [20]")
     bench.add_argument("--overhead", action="store_true", help="time the Python layer alone")

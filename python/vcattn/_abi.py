@@ -13,6 +13,7 @@ VERSION = "0.1.0"  # of the header that this file mirrors
 
 WORKSPACE_ALIGNMENT = 256  # bytes
 MAX_HEAD_DIM = 256
+MAX_SOFTMAX_SCALE = 2.0**64
 
 OK = 0
 

@@ -13,26 +13,42 @@ from . import _numpy_arrays
 from .errors import InvalidArgumentError, UnsupportedError
 
 _DLPACK_CPU = 1
-_TORCH_ARRAYS = f"{__package__}._torch_arrays"
+_torch_arrays: ModuleType | None = None  # once it is needed
 
 
 def library_of(x: Any) -> ModuleType | None:
     """_torch_arrays or _numpy_arrays; None for other types. Does not import torch."""
+    global _torch_arrays
     if isinstance(x, np.ndarray):
         return _numpy_arrays
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor):
         return None
-    # Looked up rather than imported once a call: the import statement takes half a microsecond.
-    return sys.modules.get(_TORCH_ARRAYS) or importlib.import_module(_TORCH_ARRAYS)
+    # Kept rather than imported once a call: the import statement takes half a microsecond.
+    if _torch_arrays is None:
+        from . import _torch_arrays as found  # a statement, which torch.compile can trace
+
+        _torch_arrays = found
+    return _torch_arrays
 
 
-def adopt(name: str, x: Any) -> Any:
-    """`x` itself where it is a torch tensor or numpy array; else its memory, through DLPack and without a copy, as a
-    numpy array or, for CUDA memory and for dtypes that numpy lacks, as a torch tensor.
+def adopt(**arrays: Any) -> list[Any]:
+    """The arrays of a call by name: torch tensors and numpy arrays themselves, and others' memory, through DLPack and
+    without a copy, as numpy arrays where all of the call may be, else (CUDA memory, dtypes that numpy lacks, torch
+    tensors beside them) as torch tensors.
 
     Raises InvalidArgumentError for objects without DLPack, UnsupportedError where torch would be needed.
     """
+    found = {name: _adopted(name, x) for name, x in arrays.items()}
+    foreign = [name for name, x in found.items() if x is not arrays[name]]
+    if any(library_of(x) is not _numpy_arrays for x in found.values()):
+        for name in foreign:
+            if isinstance(found[name], np.ndarray):
+                found[name] = _torch(name).from_dlpack(arrays[name])
+    return list(found.values())
+
+
+def _adopted(name: str, x: Any) -> Any:
     if library_of(x) is not None:
         return x
     if not hasattr(x, "__dlpack__"):
@@ -44,10 +60,13 @@ def adopt(name: str, x: Any) -> Any:
             return np.from_dlpack(x)
         except (BufferError, RuntimeError):  # a dtype that numpy does not have
             pass
+    return _torch(name).from_dlpack(x)
+
+
+def _torch(name: str) -> ModuleType:
     try:
-        torch = importlib.import_module("torch")
+        return importlib.import_module("torch")
     except ImportError as error:
         raise UnsupportedError(
             f"{name}: CUDA memory, and dtypes that numpy lacks, are taken over through torch, which is not installed"
         ) from error
-    return torch.from_dlpack(x)

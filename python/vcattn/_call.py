@@ -7,10 +7,13 @@ Everything here takes arrays of one library in one place (see _arrays.py), rank 
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from array import array
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from . import _abi, _library
 from .errors import InvalidArgumentError
@@ -55,7 +58,7 @@ class Segments(NamedTuple):
         Each is a list, a numpy array or a torch tensor of whole numbers in host memory: offsets in CUDA memory would
         have to be waited for, and raise InvalidArgumentError.
         """
-        if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 and not isinstance(cu_seqlens[0], int):
+        if is_pair(cu_seqlens):
             q, kv = (_offsets(part) for part in cu_seqlens)
         else:
             q = kv = _offsets(cu_seqlens)
@@ -76,6 +79,13 @@ class Segments(NamedTuple):
     def identity(self) -> object:
         """What must agree for an order of the values to be reused."""
         return bytes(self.kv)
+
+
+def is_pair(cu_seqlens: Any) -> bool:
+    """Whether cu_seqlens is one of queries and one of keys, rather than the two offsets of a single segment."""
+    if not isinstance(cu_seqlens, tuple) or len(cu_seqlens) != 2:
+        return False
+    return not any(isinstance(part, int) or getattr(part, "shape", None) == () for part in cu_seqlens)
 
 
 def _offsets(values: Any) -> array:
@@ -132,8 +142,9 @@ def _new_params(options: Options) -> _abi.AttentionParams:
         params.backend = _backend_code(options.backend)
     if options.grid is not None:
         try:
-            params.grid = _abi.VideoGrid(*options.grid)
-        except TypeError as error:
+            first, frames, height, width = options.grid  # ctypes would fill up what is missing
+            params.grid = _abi.VideoGrid(first, frames, height, width)
+        except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"grid: (first_token, frames, height, width); found {options.grid!r}") from error
     return params
 
@@ -157,6 +168,13 @@ def _set_segments(params: _abi.AttentionParams, segments: Segments) -> None:
 
 
 recipe_facts = facts  # as torch_op has its own, which torch.compile can trace
+
+
+def mask_identity(mask: Any) -> object:
+    """What must agree for an order of the values to be reused: in host memory the mask itself, elsewhere its shape."""
+    if getattr(mask, "is_cuda", False):
+        return tuple(mask.shape)
+    return tuple(mask.shape), np.asarray(mask).tobytes()
 
 
 def segments_of(cu_seqlens: Any) -> Segments:
@@ -280,6 +298,19 @@ def group(
             permutation_address,
         )
     return permutation, centroids
+
+
+def check_scale(scale: float | None) -> float:
+    """`scale` as the C ABI takes it, where 0 stands for the default; raises InvalidArgumentError."""
+    if scale is None:
+        return 0.0
+    try:
+        scale = float(scale)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"scale is a number; found {scale!r}") from error
+    if not 0 < scale < math.inf:
+        raise InvalidArgumentError(f"scale is positive and finite; found {scale}")
+    return scale
 
 
 def with_batch(x: Any) -> Any:

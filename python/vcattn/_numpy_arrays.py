@@ -25,11 +25,18 @@ def describe(name: str, x: np.ndarray) -> tuple[int, int, tuple[int, ...], tuple
         if x.dtype.name != _BFLOAT16:
             raise InvalidArgumentError(f"{name}: dtype is bfloat16, float16 or float32; found {x.dtype.name}")
         code = _abi.BF16
+    if not _is_plain(x):
+        raise InvalidArgumentError(f"{name}: an array without a mask of elements; found {type(x).__name__}")
     size = x.dtype.itemsize  # a power of two
     a, b, c, d = x.strides
     if (a | b | c | d) & (size - 1):
         raise InvalidArgumentError(f"{name}: strides {x.strides} are not multiples of the element size of {size} bytes")
     return _address(x), code, x.shape, (a // size, b // size, c // size, d // size)
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `x` is an array of which every element counts."""
+    return type(x) is np.ndarray or (isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray))
 
 
 def _address(x: np.ndarray) -> int:
@@ -38,7 +45,7 @@ def _address(x: np.ndarray) -> int:
 
 def describe_mask(mask: Any, like: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """(address, shape, strides) of a key-padding mask of bool or uint8."""
-    if not isinstance(mask, np.ndarray) or mask.dtype not in (np.bool_, np.uint8):
+    if not _is_plain(mask) or mask.dtype not in (np.bool_, np.uint8):
         raise InvalidArgumentError(
             f"key_padding_mask: a bool array like q, True admits the key; found {getattr(mask, 'dtype', type(mask))}"
         )
@@ -109,6 +116,6 @@ def identity(x: np.ndarray) -> tuple[Any, ...]:
     return ("host",)
 
 
-def calls(x: np.ndarray) -> ModuleType:
+def calls(*arrays: Any) -> ModuleType:
     """The module whose functions make the calls."""
     return _call

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from . import _abi, _arrays, _call
@@ -39,7 +38,7 @@ def attention(
         views, slices and expanded tensors are not copied; head_dim up to 256. With `cu_seqlens` also [tokens,
         num_heads, head_dim].
     k, v: the same with seqlen_kv and num_heads_kv, on the device of q.
-    recipe: a name of `recipe_names()`, a spec such as "accurate,mean_rows=32", a Recipe, or "auto": "accurate".
+    recipe: a name of `recipe_names()`, a spec such as "accurate,mean_rows=0", a Recipe, or "auto": "accurate".
     scale: of the scores, positive; None: 1 / sqrt(head_dim).
     key_padding_mask: bool [batch, seqlen_kv], True admits the key.
     cu_seqlens: packed sequences (batch 1): offsets [segments + 1] in host memory for queries and keys, or a pair of
@@ -69,12 +68,14 @@ def attention(
         raise InvalidArgumentError(f'layout is "BSHD" or "BHSD"; found {layout!r}')
     if step is not None and state is None:
         raise InvalidArgumentError("step needs the state that orders are kept in")
+    if state is not None and not isinstance(state, State):
+        raise InvalidArgumentError(f"state is a vcattn.State; found {type(state).__name__}")
     arrays = _arrays.library_of(q)
-    if arrays is None:
-        q, k, v = (_arrays.adopt(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-        if key_padding_mask is not None:
-            key_padding_mask = _arrays.adopt("key_padding_mask", key_padding_mask)
+    if arrays is None or type(k) is not type(q) or type(v) is not type(q):
+        q, k, v = _arrays.adopt(q=q, k=k, v=v)
         arrays = _arrays.library_of(q)
+    if key_padding_mask is not None and _arrays.library_of(key_padding_mask) is None:
+        _, key_padding_mask = _arrays.adopt(q=q, key_padding_mask=key_padding_mask)
     for name, x in (("k", k), ("v", v)):
         arrays.check_same_place(name, x, q)
     arrays.check_differentiable(q, k, v)
@@ -90,8 +91,8 @@ def attention(
             f"q has {q.shape[heads_axis]} heads and k {k.shape[heads_axis]}: enable_gqa=True shares keys between heads"
         )
     flags = _abi.ALLOW_NONFINITE if allow_nonfinite else 0
-    options = _call.Options(spec_of(recipe), bhsd, check_scale(scale), grid, flags, backend)
-    calls = arrays.calls(q)
+    options = _call.Options(spec_of(recipe), bhsd, _call.check_scale(scale), grid, flags, backend)
+    calls = arrays.calls(q, k, v, key_padding_mask)
     segments = None if cu_seqlens is None else calls.segments_of(cu_seqlens)
     permutation = None
     if state is not None:
@@ -102,13 +103,3 @@ def attention(
     if packed:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
-
-
-def check_scale(scale: float | None) -> float:
-    """`scale` as the C ABI takes it, where 0 stands for the default; raises InvalidArgumentError."""
-    if scale is None:
-        return 0.0
-    scale = float(scale)
-    if not scale > 0 or math.isinf(scale):
-        raise InvalidArgumentError(f"scale is positive and finite; found {scale}")
-    return scale

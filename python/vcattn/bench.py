@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ._check import whole
 from .attention import attention
 
 
@@ -67,6 +68,7 @@ def bench(
 
     Random data says nothing of accuracy; the time does not depend on it.
     """
+    repeats = whole("repeats", repeats, least=1)
     generator = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(3))
     swapped = [x.transpose(1, 2) for x in (q, k, v)]

@@ -49,7 +49,10 @@ def file_name(capture: Capture) -> str:
 
 def save(capture: Capture, folder: Path) -> Path:
     """Writes one file into `folder` and returns its path. Copies the tensors to host memory."""
-    tensors = {name: getattr(capture, name).detach().cpu().contiguous() for name in ("q", "k", "v")}
+    # Memory as it is written: of each its own, dense and with signs resolved.
+    tensors = {
+        name: getattr(capture, name).detach().cpu().resolve_neg().contiguous().clone() for name in ("q", "k", "v")
+    }
     scale = capture.q.shape[-1] ** -0.5 if capture.scale is None else capture.scale
     metadata = {
         "layout": BSHD,
@@ -68,7 +71,11 @@ def save(capture: Capture, folder: Path) -> Path:
 def load(path: str | Path) -> Capture:
     """Reads one file. Raises InvalidArgumentError where it holds no q, k, v or an unknown layout."""
     safetensors = _safetensors("")
-    with safetensors.safe_open(path, framework="pt") as file:
+    try:
+        opened = safetensors.safe_open(path, framework="pt")
+    except safetensors.SafetensorError as error:
+        raise InvalidArgumentError(f"{path}: not a .safetensors file: {error}") from error
+    with opened as file:
         metadata = file.metadata() or {}
         missing = {"q", "k", "v"} - set(file.keys())
         if missing:

@@ -29,7 +29,7 @@ class capturing:  # noqa: N801  (reads as a function: `with capturing(...): ...`
     A layer is named by its path inside the denoiser, the outermost module whose forward takes a timestep. Steps count
     the values that the timestep has taken since it last grew, which starts a new run; runs, and calls within a step
     (CFG branches), are numbered. Reading timesteps and saving tensors waits for the device: this is for analysis, not
-    for production.
+    for production. Calls with a mask, causal or with dropout are left out, with a warning: `report` counts them.
 
     folder: made if it is not there.
     layers: patterns as in file names; all layers by default.
@@ -64,11 +64,11 @@ class capturing:  # noqa: N801  (reads as a function: `with capturing(...): ...`
         # Modules' own hooks do not see keyword arguments unless registered one by one.
         self._module_call = torch.nn.Module.__call__
         torch.nn.Module.__call__ = self._wrapped_call()
-        torch_intercept.push(self)
+        torch_intercept.push(self, self)
         return self.files
 
     def __exit__(self, *exception: Any) -> None:
-        torch_intercept.pop()
+        torch_intercept.pop(self)
         torch.nn.Module.__call__ = self._module_call
 
     def call(self, original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -78,16 +78,36 @@ class capturing:  # noqa: N801  (reads as a function: `with capturing(...): ...`
             self._save(layer, *args, **kwargs)
         return original(*args, **kwargs)
 
-    def _save(self, layer: str, query: Any, key: Any, value: Any, *others: Any, **options: Any) -> None:
-        if query.dim() != 4:
-            return
+    def _save(
+        self,
+        layer: str,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> None:
         if not any(fnmatchcase(layer, pattern) for pattern in self.layers):
             return
         if self.steps is not None and self._step not in self.steps:
             return
+        # Files hold q, k, v alone: without the rest such a call would be measured as another.
+        for reason, found in (
+            ("a call with attn_mask is not captured", attn_mask is not None),
+            ("a call with is_causal is not captured", is_causal),
+            ("a call with dropout is not captured", dropout_p != 0.0),
+            ("a call without a batch axis is not captured", query.is_nested or query.dim() != 4),
+        ):
+            if found:
+                self.report.count_fallback(reason, quiet=False, stacklevel=5)
+                return
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         step = self._step if self._step >= 0 else None
-        capture = captures.Capture(q, k, v, layer, step, self.num_steps, options.get("scale"), self._branch, self._run)
+        capture = captures.Capture(q, k, v, layer, step, self.num_steps, scale, self._branch, self._run)
         self.files.append(captures.save(capture, self.folder))
 
     def _layer(self) -> str | None:

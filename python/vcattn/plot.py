@@ -27,7 +27,10 @@ def plot(source: str | Path, picture: str | Path) -> None:
     except ImportError as error:
         raise UnsupportedError("plot needs matplotlib: pip install matplotlib") from error
     figure = figures.Figure(figsize=(9, 5), layout="constrained")
-    draw(figure.add_subplot(), data)
+    try:
+        draw(figure.add_subplot(), data)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidArgumentError(f"{source}: {kind} without what is drawn: {error!r}") from error
     figure.savefig(picture, dpi=120)
 
 

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from ._check import whole
 from .errors import InvalidArgumentError
-from .recipe import AUTO, as_recipe
+from .recipe import AUTO, Recipe, as_recipe, spec_of
 
 NATIVE = "native"  # the host's own attention, in the dtype of its tensors (BF16)
 
@@ -37,19 +38,20 @@ class Policy:
     Raises InvalidArgumentError for unknown recipes and for negative numbers.
     """
 
-    recipe: str = AUTO
-    layers: dict[str, str] = field(default_factory=dict)
+    recipe: str | Recipe = AUTO
+    layers: dict[str, str | Recipe] = field(default_factory=dict)
     native_first: int = 0
     native_last: int = 0
     min_seqlen: int = DEFAULT_MIN_SEQLEN
 
     def __post_init__(self) -> None:
-        for recipe in (self.recipe, *self.layers.values()):
-            if recipe != NATIVE:
-                as_recipe(recipe)
+        if not isinstance(self.layers, dict) or not all(isinstance(pattern, str) for pattern in self.layers):
+            raise InvalidArgumentError(f"policy: layers are recipes by pattern; found {self.layers!r}")
+        # Recipes are kept by their specs, as JSON has them.
+        object.__setattr__(self, "recipe", _spec(self.recipe))
+        object.__setattr__(self, "layers", {pattern: _spec(recipe) for pattern, recipe in self.layers.items()})
         for name in ("native_first", "native_last", "min_seqlen"):
-            if getattr(self, name) < 0:
-                raise InvalidArgumentError(f"policy: {name} is not negative; found {getattr(self, name)}")
+            object.__setattr__(self, name, whole(f"policy: {name}", getattr(self, name), least=0))
 
     def choose(
         self, *, layer: str | None, step: int | None, num_steps: int | None, seqlen_q: int, seqlen_kv: int
@@ -85,6 +87,12 @@ class Policy:
             return cls(**json.loads(Path(path).read_text()))
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"{path}: not a policy: {error}") from error
+
+
+def _spec(recipe: str | Recipe) -> str:
+    if recipe != NATIVE:
+        as_recipe(recipe)  # raises for what is unknown
+    return spec_of(recipe)
 
 
 def as_policy(policy: Policy | str | Path | None) -> Policy:

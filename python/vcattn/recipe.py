@@ -16,10 +16,10 @@ _AUTO_RECIPE = "accurate"  # the library's default, that of vcattn_attention_par
 class Recipe:
     """A recipe of the library, with some fields changed. Immutable; equal where all fields are.
 
-    >>> Recipe("accurate", mean_rows=32)
-    Recipe("accurate,mean_rows=32")
+    >>> Recipe("accurate", mean_rows=0)
+    Recipe("accurate,mean_rows=0")
 
-    name: one of `recipe_names()`, or "auto", which is "accurate". Changes may follow it, "accurate,mean_rows=32": that
+    name: one of `recipe_names()`, or "auto", which is "accurate". Changes may follow it, "accurate,mean_rows=0": that
         is the form of `spec`, which names a recipe in text (logs, JSON, torch operators).
     changes: fields by the names that `fields` gives, with values as words or numbers.
     Raises InvalidArgumentError, with the known names, for an unknown name, field or value.
@@ -31,6 +31,8 @@ class Recipe:
     struct: _abi.Recipe  # not to be changed
 
     def __init__(self, name: str = AUTO, **changes: object) -> None:
+        if "\0" in name:  # where C would stop reading
+            raise InvalidArgumentError(f"recipe: no NUL in a name; found {name!r}")
         base, *parts = name.split(",")
         if base == AUTO:
             base = _AUTO_RECIPE
@@ -100,6 +102,17 @@ def facts(spec: str) -> Facts:
 def as_recipe(recipe: str | Recipe) -> Recipe:
     """A recipe from its name or spec; recipes are passed through. Cached: a hit costs 0.1 microseconds."""
     return _named(recipe) if type(recipe) is str else recipe if isinstance(recipe, Recipe) else _named(spec_of(recipe))
+
+
+def split_specs(text: str) -> list[str]:
+    """Specs from a list of them with commas: "fast,mean_rows=0,exact" is "fast,mean_rows=0" and "exact"."""
+    specs: list[str] = []
+    for part in text.split(","):
+        if "=" in part and specs:
+            specs[-1] += f",{part}"
+        else:
+            specs.append(part)
+    return specs
 
 
 def recipe_names() -> list[str]:

@@ -6,6 +6,7 @@ import ctypes
 from typing import NamedTuple
 
 from . import _abi, _library
+from ._check import whole
 from .errors import InvalidArgumentError
 
 _KINDS = {
@@ -14,6 +15,8 @@ _KINDS = {
     "every_step": _abi.SCHEDULE_EVERY_STEP,
     "never": _abi.SCHEDULE_NEVER,
 }
+
+_LARGEST = 2**31 - 1  # of int32_t
 
 
 class Step(NamedTuple):
@@ -26,7 +29,7 @@ class Step(NamedTuple):
 
 
 class Schedule:
-    """A run of `num_steps` denoising steps. Immutable.
+    """A run of `num_steps` denoising steps. Immutable; equal where all steps do the same.
 
     num_steps: at least 1.
     kind: "first_quarter" (the paper's), "uniform_quarter", "every_step" or "never".
@@ -39,9 +42,16 @@ class Schedule:
     steps: tuple[Step, ...]
 
     def __init__(self, num_steps: int, kind: str = "first_quarter", reuse: int = 0) -> None:
+        num_steps, reuse = whole("num_steps", num_steps), whole("reuse", reuse)
+        for name, value in (("num_steps", num_steps), ("reuse", reuse)):
+            if abs(value) > _LARGEST:
+                raise InvalidArgumentError(f"schedule: {name} is a number of 32 bits; found {value}")
         if kind not in _KINDS:
             raise InvalidArgumentError(f'schedule kind is one of {", ".join(_KINDS)}; found "{kind}"')
-        self.num_steps, self.kind, self.reuse = num_steps, kind, reuse
+        fix = super().__setattr__
+        fix("num_steps", num_steps)
+        fix("kind", kind)
+        fix("reuse", reuse)
         library, message, found = _library.get(), _abi.Message(), _abi.ScheduleStep()
         schedule = _abi.Schedule(_KINDS[kind], num_steps, reuse)
         steps, group_step = [], -1
@@ -52,10 +62,20 @@ class Schedule:
             _library.check(code, message)
             group_step = step if found.regroup else group_step
             steps.append(Step(bool(found.smooth), bool(found.regroup), bool(found.warm), group_step))
-        self.steps = tuple(steps)
+        fix("steps", tuple(steps))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a schedule does not change: {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.steps == other.steps
+
+    def __hash__(self) -> int:
+        return hash(self.steps)
 
     def at(self, step: int) -> Step:
         """What step `step` does; raises InvalidArgumentError outside 0 .. num_steps - 1."""
+        step = whole("step", step)
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(f"step is 0 to num_steps - 1 = {self.num_steps - 1}; found {step}")
         return self.steps[step]

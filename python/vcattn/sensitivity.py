@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from . import captures as captured
+from ._check import whole
 from .attention import attention
+from .errors import InvalidArgumentError
 from .policy import DEFAULT_MIN_SEQLEN, NATIVE, Policy
 
 REFERENCE = "fp32"  # nothing quantised
@@ -47,7 +49,7 @@ class Sensitivity:
         for m in self.measurements:
             row = table.setdefault(m.layer, dict.fromkeys(self.recipes, 0.0))
             for recipe, error in m.errors.items():
-                row[recipe] = max(row[recipe], error)
+                row[recipe] = float(np.maximum(row[recipe], error))  # which keeps NaN
         return table
 
     def policy(self, tolerance: float = DEFAULT_TOLERANCE, *, min_seqlen: int = DEFAULT_MIN_SEQLEN) -> Policy:
@@ -57,6 +59,8 @@ class Sensitivity:
         native_last; the layers are judged by the rest. A layer that no recipe serves stays native. The recipe that
         most layers get is the default, so that layers that were not captured have it too.
         """
+        if not 0 <= tolerance < np.inf:
+            raise InvalidArgumentError(f"tolerance is finite and not negative; found {tolerance}")
         first, last = self._native_steps(tolerance)
         layers = dict.fromkeys(m.layer for m in self.measurements if not _is_native(m, first, last))
         chosen = {layer: self._recipe_for(layer, tolerance, first, last) for layer in layers}
@@ -77,7 +81,7 @@ class Sensitivity:
         failing = {}
         for step in sorted({m.step for m in known}):
             at = [m for m in known if m.step == step]
-            failing[step] = 2 * sum(min(m.errors.values()) > tolerance for m in at) > len(at)
+            failing[step] = 2 * sum(not _fits(m, tolerance) for m in at) > len(at)
         if not failing or all(failing.values()):
             return 0, 0  # no step differs from the others
         first = last = 0
@@ -111,6 +115,18 @@ def _is_native(m: Measurement, first: int, last: int) -> bool:
     return m.step is not None and (m.step < first or (m.num_steps is not None and m.step >= m.num_steps - last))
 
 
+def _fits(m: Measurement, tolerance: float) -> bool:
+    """Whether some recipe stays within the tolerance. An error of NaN does not."""
+    return any(error <= tolerance for error in m.errors.values())
+
+
+def _relative(difference: float, norm: float) -> float:
+    """Of a reference that is 0 everywhere: no error where the output is 0 too, else an infinite one."""
+    if norm == 0:
+        return 0.0 if difference == 0 else float("inf")
+    return difference / norm
+
+
 def sensitivity(
     captures: Iterable[str | Path | captured.Capture],
     *,
@@ -123,8 +139,10 @@ def sensitivity(
     captures: files of `python -m vcattn capture`, folders of them, or Capture objects.
     recipes: names or specs, fastest first.
     rows: queries of each call that are compared, in blocks of 128 spread over the sequence; all keys are used.
-    Raises what vcattn.attention raises, and UnsupportedError where safetensors is not installed.
+    Raises what vcattn.attention raises, UnsupportedError where safetensors is not installed, and InvalidArgumentError
+    where there are no captures.
     """
+    rows = whole("rows", rows, least=1)
     measurements = []
     for capture in captured.load_all(captures):
         q = _spread_blocks(capture.q, rows)
@@ -136,9 +154,11 @@ def sensitivity(
             return np.asarray(out if isinstance(out, np.ndarray) else out.float().cpu(), np.float64)
 
         reference = attend(REFERENCE)
-        norm = np.linalg.norm(reference)
-        errors = {recipe: float(np.linalg.norm(attend(recipe) - reference) / norm) for recipe in recipes}
+        norm = float(np.linalg.norm(reference))
+        errors = {recipe: _relative(float(np.linalg.norm(attend(recipe) - reference)), norm) for recipe in recipes}
         measurements.append(Measurement(capture.layer, capture.step, capture.num_steps, errors))
+    if not measurements:
+        raise InvalidArgumentError("no captures: there is no .safetensors file where they were looked for")
     return Sensitivity(tuple(measurements), tuple(recipes))
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from . import _call
+from .errors import InvalidArgumentError
 from .schedule import Schedule
 
 
@@ -14,22 +15,24 @@ class State:
     """The value order of one stream of calls: one layer of one request, CFG branch, expert and rank.
 
     A state decides at each step, by its schedule, whether the values are smoothed, and makes or reuses their order.
-    An order serves only calls of the shapes, device, grouping and segments that it was made for; others, and a step
-    before the last one (a new request), start anew. A regrouping step that was left out, because a policy ran it in
-    BF16, is made up for.
+    An order serves only calls of the shapes, device, grouping, segments and mask that it was made for; others, and a
+    step before the last one (a new request), start anew. A regrouping step that was left out, because a policy ran it
+    in BF16, is made up for.
 
     >>> states = State(Schedule(40))
     >>> out = attention(q, k, v, state=states.of("blocks.3", "cond"), step=0)
 
-    Not to be shared between streams or threads: sharing costs fidelity, and threads would race. The key-padding mask
-    of a stream stays the same from the step that made an order to the steps that reuse it (in CUDA memory it cannot be
-    compared without waiting; in compiled code the same goes for the bounds of segments).
+    Not to be shared between streams or threads: sharing costs fidelity, and threads would race. In CUDA memory and in
+    compiled code the key-padding mask of a stream stays the same from the step that made an order to the steps that
+    reuse it, as it cannot be compared without waiting; in compiled code the bounds of segments too.
     schedule: None smooths every step with an order of its own.
     """
 
     __slots__ = ("schedule", "_permutation", "_centroids", "_made_for", "_made_at", "_last_step", "_children")
 
     def __init__(self, schedule: Schedule | None = None) -> None:
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise InvalidArgumentError(f"schedule is a vcattn.Schedule or None; found {type(schedule).__name__}")
         self.schedule = schedule
         self._children: dict[Hashable, State] = {}
         self.reset()
@@ -73,7 +76,7 @@ class State:
             options.bhsd,
             arrays.identity(v),
             facts.order,
-            None if mask is None else tuple(mask.shape),
+            None if mask is None else calls.mask_identity(mask),
             None if segments is None else segments.identity,
         )
         if made_for != self._made_for or step < self._last_step:

@@ -1,15 +1,17 @@
-"""Replaces torch's scaled_dot_product_attention for the thread inside a block, and puts it back."""
+"""Replaces torch's scaled_dot_product_attention for what runs inside a block, and puts it back."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from .errors import InvalidArgumentError
 from .report import Report
 
 
@@ -23,35 +25,59 @@ class Interceptor(Protocol):
         """One call of scaled_dot_product_attention with whatever arguments it came with; `original` is torch's."""
 
 
-class _Active(threading.local):
-    """The interceptors of this thread, innermost last."""
+class _Block:
+    """One `push`. Contexts that were copied inside a block keep it after its end, and other contexts may end it: so
+    whether it is open is a matter of its own."""
+
+    __slots__ = ("interceptor", "owner", "open")
+
+    def __init__(self, interceptor: Interceptor, owner: object) -> None:
+        self.interceptor, self.owner, self.open = interceptor, owner, True
+
+
+# The blocks of this thread or, under asyncio, of this task, innermost last.
+_blocks: ContextVar[tuple[_Block, ...]] = ContextVar("vcattn_blocks", default=())
+
+
+class _Thread(threading.local):
+    """The same by thread, tasks or not: for code under torch.compile where it cannot trace a ContextVar."""
 
     def __init__(self) -> None:
-        self.stack: list[Interceptor] = []
+        self.blocks: tuple[_Block, ...] = ()
+
+
+_thread = _Thread()
+_TRACES_CONTEXT_VARS = torch.__version__ >= (2, 15)
 
 
 class _Hook:
-    """The replacement of F.scaled_dot_product_attention, in place while any thread is inside a block."""
+    """The replacement of F.scaled_dot_product_attention, in place while any block is open."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._open: list[_Block] = []
         self._original: Callable[..., torch.Tensor] | None = None
         self._replacement: Callable[..., torch.Tensor] | None = None
 
-    def acquire(self) -> None:
+    def add(self, block: _Block) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if not self._open:
                 self._original = F.scaled_dot_product_attention
                 self._replacement = _replacement_of(self._original)
                 F.scaled_dot_product_attention = self._replacement
+            self._open.append(block)
 
-    def release(self) -> None:
+    def remove(self, owner: object) -> None:
+        """Ends the owner's innermost block, of this context where it has one here."""
         with self._lock:
-            self._users -= 1
+            found = [block for block in (*self._open, *_blocks.get()) if block.owner is owner and block.open]
+            if not found:
+                raise InvalidArgumentError(f"{type(owner).__name__}: a block ends that was not entered")
+            block = found[-1]
+            block.open = False
+            self._open.remove(block)
             # Where somebody else has patched over this one, theirs stays; the replacement then only passes calls on.
-            if self._users == 0 and F.scaled_dot_product_attention is self._replacement:
+            if not self._open and F.scaled_dot_product_attention is self._replacement:
                 F.scaled_dot_product_attention = self._original
 
 
@@ -70,9 +96,8 @@ def _replacement_of(original: Callable[..., torch.Tensor]) -> Callable[..., torc
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        stack = _active.stack
-        if stack:
-            interceptor = stack[-1]
+        interceptor = _innermost()
+        if interceptor is not None:
             try:
                 short = query.shape[-2] <= interceptor.min_seqlen or key.shape[-2] <= interceptor.min_seqlen
             except (AttributeError, IndexError, RuntimeError):  # nested tensors, and what torch refuses
@@ -89,22 +114,35 @@ def _replacement_of(original: Callable[..., torch.Tensor]) -> Callable[..., torc
     return scaled_dot_product_attention
 
 
-_active = _Active()
 _hook = _Hook()
 
 
-def push(interceptor: Interceptor) -> None:
-    """Sends this thread's calls to `interceptor` until `pop`."""
-    _active.stack.append(interceptor)
-    _hook.acquire()
+def _innermost() -> Interceptor | None:
+    by_context = _TRACES_CONTEXT_VARS or not torch.compiler.is_compiling()
+    blocks = _blocks.get() if by_context else _thread.blocks
+    for block in blocks[::-1]:
+        if block.open:
+            return block.interceptor
+    return None
 
 
-def pop() -> None:
-    """Undoes the last `push` of this thread."""
-    _hook.release()
-    _active.stack.pop()
+def push(interceptor: Interceptor, owner: object) -> None:
+    """Sends the calls of this thread or, under asyncio, of this task to `interceptor` until pop(owner)."""
+    block = _Block(interceptor, owner)
+    _hook.add(block)
+    _blocks.set((*(b for b in _blocks.get() if b.open), block))
+    _thread.blocks = (*(b for b in _thread.blocks if b.open), block)
+
+
+def pop(owner: object) -> None:
+    """Undoes the last `push` of this owner, wherever it was. Raises InvalidArgumentError where there is none."""
+    _hook.remove(owner)
+    _blocks.set(tuple(block for block in _blocks.get() if block.open))
+    _thread.blocks = tuple(block for block in _thread.blocks if block.open)
 
 
 def innermost() -> Interceptor:
-    """The interceptor that this thread's calls go to."""
-    return _active.stack[-1]
+    """The interceptor that calls of this thread or task go to; to be asked inside a block alone."""
+    found = _innermost()
+    assert found is not None
+    return found

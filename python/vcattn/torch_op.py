@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _call, _torch_arrays
+from . import _abi, _call, _torch_arrays
 from . import recipe as recipe_module
 from .errors import InvalidArgumentError
 
@@ -23,8 +23,8 @@ _SCHEMAS = (
     " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? permutation=None, SymInt[] grid=[],"
     ' int flags=0, str backend="auto", bool return_lse=False) -> (Tensor, Tensor)',
     "group(Tensor v, *, str recipe, bool bhsd, Tensor? key_padding_mask=None, Tensor? cu_seqlens_q=None,"
-    ' Tensor? cu_seqlens_kv=None, Tensor? centroids=None, SymInt[] grid=[], str backend="auto", int clusters)'
-    " -> (Tensor, Tensor)",
+    " Tensor? cu_seqlens_kv=None, Tensor? centroids=None, SymInt[] grid=[], int flags=0,"
+    ' str backend="auto", int clusters) -> (Tensor, Tensor)',
 )
 # Outputs do not alias inputs and there is no backward pass; the tags say what torch may assume beyond the schema.
 _NAMESPACE = "vcattn"
@@ -55,7 +55,26 @@ def _options(spec: str, bhsd: bool, scale: float, grid: list[int], flags: int, b
 
 
 def _segments(q: torch.Tensor | None, kv: torch.Tensor | None) -> _call.Segments | None:
-    return None if q is None else _call.Segments.of((q, kv))
+    if q is None and kv is None:
+        return None
+    if q is None or kv is None:
+        raise InvalidArgumentError("cu_seqlens_q and cu_seqlens_kv go together")
+    return _call.Segments.of((q, kv))
+
+
+# What vcattn.attention checks before it calls, for those who call the operators themselves.
+def _check_inputs(q: torch.Tensor, **others: torch.Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None:
+            _torch_arrays.check_same_place(name, x, q)
+
+
+def _sizes(x: torch.Tensor, name: str, bhsd: bool) -> tuple[int, int, int, int]:
+    """(batch, seqlen, num_heads, head_dim)"""
+    if x.dim() != 4:
+        raise InvalidArgumentError(f"{name}: four axes, as its layout has; found shape {tuple(x.shape)}")
+    a, b, c, d = x.shape
+    return (a, c, b, d) if bhsd else (a, b, c, d)
 
 
 def _attention(
@@ -75,6 +94,12 @@ def _attention(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_inputs(q, k=k, v=v)
+    if permutation is not None:
+        batch, seqlen_kv, num_heads_kv, _ = _sizes(v, "v", bhsd)
+        shape = (batch, num_heads_kv, seqlen_kv)
+        _torch_arrays.check_dense("permutation", permutation, torch.int32, shape, v)
+        permutation = permutation.contiguous()
     out, lse = _call.attention(
         _torch_arrays,
         q,
@@ -111,15 +136,24 @@ def _group(
     cu_seqlens_kv: torch.Tensor | None = None,
     centroids: torch.Tensor | None = None,
     grid: list[int] = [],  # noqa: B006
+    flags: int = 0,
     backend: str = "auto",
     clusters: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, _, num_heads, head_dim = _sizes(v, "v", bhsd)
+    expected = recipe_module.facts(recipe).clusters
+    if clusters != expected:
+        raise InvalidArgumentError(f"clusters: {expected}, as the recipe has; found {clusters}")
+    segments = _segments(cu_seqlens_q, cu_seqlens_kv)
+    if centroids is not None:
+        shape = (batch if segments is None else segments.num_segments, num_heads, clusters, head_dim)
+        _torch_arrays.check_dense("centroids", centroids, torch.float32, shape, v)
     return _call.group(
         _torch_arrays,
         v,
-        _options(recipe, bhsd, 0.0, grid, 0, backend),
+        _options(recipe, bhsd, 0.0, grid, flags, backend),
         mask=key_padding_mask,
-        segments=_segments(cu_seqlens_q, cu_seqlens_kv),
+        segments=segments,
         centroids=centroids,
     )
 
@@ -148,11 +182,17 @@ def recipe_facts(spec: str) -> recipe_module.Facts:
     return recipe_module.facts(spec)
 
 
-def traced_refusal(recipe: str | recipe_module.Recipe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why the library would refuse a call with layout BHSD on such tensors, whatever their lengths; None if it would
-    not. For code under torch.compile, which cannot catch what an operator raises later."""
-    if q.dim() < 3 or k.dim() < 3 or v.dim() < 3:
-        return None  # vcattn.sdpa refuses it
+def traced_refusal(
+    recipe: str | recipe_module.Recipe, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> str | None:
+    """Why the library would refuse a call with layout BHSD on such tensors of rank 4, whatever their lengths; None if
+    it would not. For code under torch.compile, which cannot catch what an operator raises later."""
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
+        return "q, k or v is empty"
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[2] == v.shape[2]):
+        return "k and v have the batch of q, and one length"
+    if scale is not None and not 0 < scale <= _abi.MAX_SOFTMAX_SCALE:  # which may be a symbol, unlike what follows
+        return "scale is positive and at most 2^64"
     # Flat arguments: constants cannot hold tuples. Sizes lose their symbols: the graph holds for these heads alone.
     return _refusal_of(
         recipe_module.spec_of(recipe),
@@ -160,10 +200,12 @@ def traced_refusal(recipe: str | recipe_module.Recipe, q: torch.Tensor, k: torch
         q.dtype,
         k.dtype,
         v.dtype,
-        operator.index(q.shape[-3]),
-        operator.index(k.shape[-3]),
-        operator.index(q.shape[-1]),
-        operator.index(v.shape[-1]),
+        operator.index(q.shape[1]),
+        operator.index(k.shape[1]),
+        operator.index(v.shape[1]),
+        operator.index(q.shape[3]),
+        operator.index(k.shape[3]),
+        operator.index(v.shape[3]),
     )
 
 
@@ -175,24 +217,31 @@ def _refusal_of(
     k_dtype: torch.dtype,
     v_dtype: torch.dtype,
     num_heads: int,
-    num_heads_kv: int,
+    num_heads_k: int,
+    num_heads_v: int,
     head_dim: int,
+    head_dim_k: int,
     head_dim_v: int,
 ) -> str | None:
     q, k, v = (
         torch.empty((1, heads, _call.PROBE_SEQLEN, dim), dtype=dtype, device="meta")
         for dtype, heads, dim in (
             (q_dtype, num_heads, head_dim),
-            (k_dtype, num_heads_kv, head_dim),
-            (v_dtype, num_heads_kv, head_dim_v),
+            (k_dtype, num_heads_k, head_dim_k),
+            (v_dtype, num_heads_v, head_dim_v),
         )
     )
     return _call.refusal(_torch_arrays, q, k, v, _call.Options(spec, bhsd=True), cuda=device == "cuda")
 
 
+def mask_identity(mask: torch.Tensor) -> object:
+    """As _call.mask_identity, as far as tracing can tell."""
+    return tuple(mask.shape)
+
+
 def segments_of(cu_seqlens: Any) -> Segments:
     """cu_seqlens as the other functions here take them: tensors in host memory, or lists of whole numbers."""
-    q, kv = cu_seqlens if isinstance(cu_seqlens, tuple) and len(cu_seqlens) == 2 else (cu_seqlens, cu_seqlens)
+    q, kv = cu_seqlens if _call.is_pair(cu_seqlens) else (cu_seqlens, cu_seqlens)
     found = []
     for values in (q, kv):
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
@@ -255,6 +304,7 @@ def group(
         cu_seqlens_kv=None if segments is None else segments.kv,
         centroids=centroids,
         grid=list(options.grid or ()),
+        flags=options.flags,
         backend=options.backend,
         clusters=recipe_facts(options.recipe).clusters,
     )

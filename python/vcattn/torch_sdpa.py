@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ._torch_arrays import NO_BACKWARD, needs_gradient
 from .attention import attention
 from .errors import Error, InvalidArgumentError, UnsupportedError
 from .recipe import AUTO, Recipe
@@ -100,6 +101,8 @@ def refusal(
     if is_causal:
         return Refusal(UnsupportedError, "is_causal is False: there is no causal mask")
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            return Refusal(InvalidArgumentError, f"{name}: a torch tensor; found {type(x).__name__}")
         if x.is_nested:
             return Refusal(UnsupportedError, f"{name}: nested tensors; use cu_seqlens of vcattn.attention")
         if x.dim() not in _RANKS or x.dim() != query.dim():
@@ -117,6 +120,12 @@ def mask_refusal(mask: torch.Tensor, sizes: tuple[int, int, int, int]) -> Refusa
     """Why `mask` cannot be honoured as a mask of keys; None where it can.
 
     sizes: batch, num_heads, seqlen_q, seqlen_kv, to which the mask is to broadcast."""
+    if not isinstance(mask, torch.Tensor):
+        return Refusal(InvalidArgumentError, f"attn_mask: a torch tensor; found {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return Refusal(InvalidArgumentError, f"attn_mask: bool or floating-point, as in torch; found {mask.dtype}")
+    if needs_gradient(mask):
+        return Refusal(UnsupportedError, f"attn_mask: {NO_BACKWARD}")
     if mask.dim() > 4:
         return Refusal(InvalidArgumentError, f"attn_mask: at most 4 axes; found {mask.dim()}")
     full = _with_four_axes(mask)
@@ -153,17 +162,21 @@ def _inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> _Inputs:
     """Of arguments that are not refused."""
-    added_batch = query.dim() == 3
-    if added_batch:
+    q, k, v = broadcast(query, key, value, enable_gqa)
+    mask = None if attn_mask is None else key_mask(attn_mask, k.shape[2])
+    return _Inputs(q, k, v, mask, query.dim() == 3)
+
+
+def broadcast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[batch, num_heads, seqlen, head_dim] of inputs that are not refused, with single batches and heads repeated."""
+    if query.dim() == 3:
         query, key, value = query[None], key[None], value[None]
     batch = max(query.shape[0], key.shape[0], value.shape[0])
     # Under grouped queries a single key head serves all as it is.
     heads = 0 if enable_gqa else max(query.shape[1], key.shape[1], value.shape[1])
-    query, key, value = (_broadcast(x, batch, heads) for x in (query, key, value))
-    mask = None
-    if attn_mask is not None:
-        mask = key_mask(attn_mask, key.shape[2])
-    return _Inputs(query, key, value, mask, added_batch)
+    return _broadcast(query, batch, heads), _broadcast(key, batch, heads), _broadcast(value, batch, heads)
 
 
 def _broadcast(x: torch.Tensor, batch: int, heads: int) -> torch.Tensor:

@@ -224,11 +224,11 @@ class attach:  # noqa: N801  (reads as a function: `with attach(pipe): ...`)
             _place.session = self.session
             _place.branch = self._calls.get(expert, 0)
             self._calls[expert] = _place.branch + 1
-            torch_intercept.push(interceptor)
+            torch_intercept.push(interceptor, interceptor)
 
         @torch.compiler.disable
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-            torch_intercept.pop()
+            torch_intercept.pop(interceptor)
             _place.session = None
 
         self._undo.append(model.register_forward_pre_hook(enter).remove)

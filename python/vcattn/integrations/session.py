@@ -89,7 +89,7 @@ class Session:
         reason = _refusal(q, k, v, sizes, attn_mask, dropout_p, is_causal)
         if reason is None and torch.compiler.is_compiling():
             swapped = (x if layout == "BHSD" else x.transpose(1, 2) for x in (q, k, v))
-            reason = torch_op.traced_refusal(choice.recipe, *swapped)
+            reason = torch_op.traced_refusal(choice.recipe, *swapped, scale)
         if reason is not None:
             _note_fallback(self, reason, False)
             return native()

@@ -35,8 +35,8 @@ test-python: build build/python/plain
 	. build/python/plain/bin/activate && $(PYTEST)
 
 test-torch: build build/python/torch
-	build/python/torch/bin/pip install -q numpy pytest torch diffusers safetensors matplotlib
-	. build/python/torch/bin/activate && $(PYTEST)
+	build/python/torch/bin/pip install -q numpy pytest torch diffusers safetensors matplotlib scikit-image av
+	. build/python/torch/bin/activate && $(PYTEST) python/tests evaluation/tests
 
 # Builds and installs the wheel as a user would, and runs the tests against what was installed.
 test-wheel: deps deps-python build/python/wheel

@@ -1,0 +1,215 @@
+"""python -m evaluation.clip_time: seconds of a Wan2.2-A14B clip, BF16 attention beside vcattn; needs a CUDA card."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import vcattn
+
+from . import wan
+from .timing import AttentionTimer, Forward
+
+_STEPS = 40
+_BRANCHES = 2  # CFG: the denoiser runs twice a step
+_BASELINE = "cuDNN BF16"
+_RECIPES = ("accurate", "fast")
+_QUICK_LAYERS = 4
+
+
+def step_kinds(schedule: vcattn.Schedule) -> dict[tuple[bool, bool, bool], list[int]]:
+    """Steps of equal cost: by whether they smooth, regroup, and start from the last grouping."""
+    kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+    for step in range(schedule.num_steps):
+        todo = schedule.at(step)
+        kinds.setdefault((todo.smooth, todo.regroup, todo.warm), []).append(step)
+    return kinds
+
+
+def clip_seconds(by_kind: list[tuple[int, float]]) -> float:
+    """Of a clip with CFG: (steps of a kind, seconds of a forward at such a step). Text encoder and VAE not counted."""
+    return sum(steps * seconds for steps, seconds in by_kind) * _BRANCHES
+
+
+def measure_baseline(
+    model: Any, inputs: dict[str, torch.Tensor], timer: AttentionTimer, repeats: int, backend: str
+) -> dict[str, Any]:
+    """One of diffusers' own backends: all steps cost the same."""
+    model.set_attention_backend(backend)
+    with timer.installed(), torch.no_grad():
+        timer.time(lambda: model(**inputs))  # compiles and allocates
+        times = [timer.time(lambda: model(**inputs)) for _ in range(repeats)]
+    return {"step_kinds": [{"steps": _STEPS, "example": 0, **_summary(times)}]}
+
+
+def measure_recipe(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    timer: AttentionTimer,
+    policy: str | vcattn.Policy,
+    kind: str,
+    repeats: int,
+) -> dict[str, Any]:
+    """Through the diffusers adapter, with its states and schedule: each CFG branch at one step of each kind."""
+    from vcattn.integrations import diffusers
+
+    schedule = vcattn.Schedule(_STEPS, kind)
+    kinds = step_kinds(schedule)
+    attached = diffusers.attach(model, policy=policy, schedule=kind)
+    try:
+        with timer.installed(), torch.no_grad():
+            times: dict[tuple[bool, bool, bool], list[Forward]] = {key: [] for key in kinds}
+            for repeat in range(-1, repeats):  # the first compiles and allocates
+                attached.session.begin(_STEPS)
+                for key, steps in sorted(kinds.items(), key=lambda item: item[1][0]):
+                    attached.next_step()  # counts the branches from the first again
+                    attached.session.set_step(steps[0])
+                    for _ in range(_BRANCHES):
+                        forward = timer.time(lambda: model(**inputs))
+                        if repeat >= 0:
+                            times[key].append(forward)
+        report = attached.report
+        served, fallbacks = report.served, dict(report.fallbacks)
+    finally:
+        attached.detach()
+    rows = [
+        {
+            "steps": len(steps),
+            "example": steps[0],
+            "smooth": key[0],
+            "regroup": key[1],
+            "warm": key[2],
+            **_summary(times[key]),
+        }
+        for key, steps in kinds.items()
+    ]
+    return {"schedule": kind, "step_kinds": rows, "served": served, "fallbacks": fallbacks}
+
+
+def _summary(times: list[Forward]) -> dict[str, Any]:
+    return {
+        "seconds": median(f.total for f in times),
+        "self_attention_seconds": median(f.self_attention for f in times),
+        "cross_attention_seconds": median(f.cross_attention for f in times),
+        "samples": [f._asdict() for f in times],
+    }
+
+
+def finish(result: dict[str, Any]) -> dict[str, Any]:
+    """Adds what follows from the step kinds: the clip, the mean forward and attention's share of it."""
+    kinds = result["step_kinds"]
+    steps = sum(row["steps"] for row in kinds)
+    clip = clip_seconds([(row["steps"], row["seconds"]) for row in kinds])
+    attention = clip_seconds([(row["steps"], row["self_attention_seconds"]) for row in kinds])
+    return {
+        **result,
+        "clip_seconds": clip,
+        "forward_seconds": clip / steps / _BRANCHES,
+        "self_attention_share": attention / clip,
+        "self_attention_seconds": attention / steps / _BRANCHES,
+    }
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Markdown. `predicted`: the baseline's forward with its self-attention replaced by the recipe's."""
+    lines = [
+        "| shape | attention | s per forward | self-attention | speed-up | predicted | peak memory, GiB | s per clip |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for shape, rows in results.items():
+        base = rows[_BASELINE]
+        for name, row in rows.items():
+            rest = base["forward_seconds"] - base["self_attention_seconds"]
+            predicted = base["forward_seconds"] / (rest + row["self_attention_seconds"])
+            lines.append(
+                f"| {shape} | {name} | {row['forward_seconds']:.3f} | {row['self_attention_share']:.0%} "
+                f"| {base['forward_seconds'] / row['forward_seconds']:.2f} | {predicted:.2f} "
+                f"| {row['peak_memory_bytes'] / 2**30:.1f} | {row['clip_seconds']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def measure_shape(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    policies: dict[str, str | vcattn.Policy],
+    schedule: str,
+    repeats: int,
+    baseline: str = "_native_cudnn",
+) -> dict[str, dict[str, Any]]:
+    """Rows of the table by name: the baseline (a backend of diffusers) and the policies."""
+    device = inputs["hidden_states"].device
+    timer = AttentionTimer(device)
+    rows: dict[str, dict[str, Any]] = {}
+    for name in (_BASELINE, *policies):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        if name == _BASELINE:
+            row = measure_baseline(model, inputs, timer, repeats, baseline)
+        else:
+            row = measure_recipe(model, inputs, timer, policies[name], schedule, repeats)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        rows[name] = {**finish(row), "peak_memory_bytes": peak}
+        print(f"{name}: {rows[name]['forward_seconds']:.3f} s per forward", flush=True)
+    return rows
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m evaluation.clip_time", description=__doc__.split(": ", 1)[1])
+    parser.add_argument("--shapes", nargs="+", choices=wan.SHAPES, default=list(wan.SHAPES))
+    parser.add_argument("--recipes", nargs="+", default=list(_RECIPES), metavar="RECIPE")
+    parser.add_argument("--schedule", default="first_quarter", help="kind of vcattn.Schedule")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("out/clip_time"))
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_LAYERS} layers at 480p: does everything run?")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = _arguments()
+    if not torch.cuda.is_available():
+        print(
+            "evaluation.clip_time needs a CUDA card with about 60 GB of memory: torch sees none here", file=sys.stderr
+        )
+        return 1
+    device = torch.device("cuda")
+    config = dict(wan.CONFIG)
+    if args.quick:
+        config["num_layers"], args.shapes, args.repeats = _QUICK_LAYERS, ["480p"], 1
+    model = wan.build(config, device)
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in args.shapes:
+        print(name, flush=True)
+        inputs = wan.inputs(config, wan.SHAPES[name], device)
+        results[name] = measure_shape(
+            model, inputs, {recipe: recipe for recipe in args.recipes}, args.schedule, args.repeats
+        )
+    facts = {
+        "command": shlex.join(["python", "-m", "evaluation.clip_time", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device),
+        "vcattn": vcattn.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "layers": config["num_layers"],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "clip_time.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    text = "\n".join(
+        [f"`{facts.pop('command')}`", "", ", ".join(f"{k} {v}" for k, v in facts.items()), "", table(results), ""]
+    )
+    (args.out / "clip_time.md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

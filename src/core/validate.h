@@ -15,12 +15,26 @@ struct Problem {
   double softmax_scale;
   int num_threads;
 
+  // Tokens of one sequence among those of its batch entry.
+  struct Tokens {
+    int64_t begin, count;
+  };
+
   bool packed() const { return params->cu_seqlens_q != nullptr; }
+  int64_t batch_of(int64_t sequence) const { return packed() ? 0 : sequence; }
+  Tokens queries_of(int64_t sequence) const { return tokens_of(params->cu_seqlens_q, sequence, seqlen_q); }
+  Tokens keys_of(int64_t sequence) const { return tokens_of(params->cu_seqlens_kv, sequence, seqlen_kv); }
   bool allows_nonfinite() const { return (params->flags & VCATTN_ALLOW_NONFINITE) != 0; }
   // Whether the key mask lets `token` of batch entry `batch_index` take part.
   bool admits(int64_t batch_index, int64_t token) const {
     const vcattn_attention_params& p = *params;
     return p.key_mask == nullptr || p.key_mask[batch_index * p.key_mask_stride[0] + token * p.key_mask_stride[1]] != 0;
+  }
+
+ private:
+  static Tokens tokens_of(const int64_t* cu_seqlens, int64_t sequence, int64_t seqlen) {
+    if (cu_seqlens == nullptr) return {0, seqlen};
+    return {cu_seqlens[sequence], cu_seqlens[sequence + 1] - cu_seqlens[sequence]};
   }
 };
 

@@ -38,19 +38,13 @@ void plan_grouping(const Problem& problem, int64_t v_dim, Arena& arena, HeadScra
 }  // namespace
 
 Sequence sequence_at(const Problem& problem, int64_t s) {
+  const Problem::Tokens queries = problem.queries_of(s), keys = problem.keys_of(s);
   Sequence sequence{};
-  if (problem.packed()) {
-    const int64_t* q = problem.params->cu_seqlens_q;
-    const int64_t* kv = problem.params->cu_seqlens_kv;
-    sequence.q_begin = q[s];
-    sequence.q_count = q[s + 1] - q[s];
-    sequence.kv_begin = kv[s];
-    sequence.kv_count = kv[s + 1] - kv[s];
-  } else {
-    sequence.batch = s;
-    sequence.q_count = problem.seqlen_q;
-    sequence.kv_count = problem.seqlen_kv;
-  }
+  sequence.batch = problem.batch_of(s);
+  sequence.q_begin = queries.begin;
+  sequence.q_count = queries.count;
+  sequence.kv_begin = keys.begin;
+  sequence.kv_count = keys.count;
   return sequence;
 }
 

@@ -78,8 +78,8 @@ GroupScratch take_group_scratch(const Problem& problem, Arena& arena) {
   s.panels = static_cast<int32_t>(ceil_div(clusters, kPanelClusters));
   s.chunk_tokens = static_cast<int32_t>(chunk_tokens(problem));
   for (int64_t sequence = 0; sequence < problem.num_sequences; ++sequence) {
-    s.num_chunks += chunks_of(tokens_of(problem, sequence), s.chunk_tokens);
-    s.num_windows += windows_of(tokens_of(problem, sequence));
+    s.num_chunks += chunks_of(problem.keys_of(sequence).count, s.chunk_tokens);
+    s.num_windows += windows_of(problem.keys_of(sequence).count);
   }
   s.sequences = arena.take<GroupSequence>(problem.num_sequences);
   if (problem.params->key_mask != nullptr) s.admitted = arena.take<int32_t>(problem.batch * problem.seqlen_kv);

@@ -172,10 +172,6 @@ cudaError_t with_group_instance(const GroupArgs& g, Work work) {
 
 inline constexpr int kBlocksPerWindow = 4;  // of 128 positions, that exchange with each other
 
-inline int64_t tokens_of(const Problem& problem, int64_t sequence) {
-  const int64_t* cu = problem.params->cu_seqlens_kv;
-  return problem.packed() ? cu[sequence + 1] - cu[sequence] : problem.seqlen_kv;
-}
 inline int32_t chunks_of(int64_t tokens, int64_t chunk_tokens) {
   return static_cast<int32_t>(ceil_div(tokens, chunk_tokens));
 }

@@ -79,7 +79,6 @@ __global__ void __launch_bounds__(kGroupThreads) write_sequence(const __grid_con
 }  // namespace
 
 cudaError_t write_group_sequences(const Problem& problem, const GroupArgs& g, cudaStream_t stream) {
-  const vcattn_attention_params& p = *problem.params;
   TableArgs table{};
   GroupSequence next{};
   for (int64_t first = 0; first < problem.num_sequences; first += kSequencesPerLaunch) {
@@ -87,9 +86,10 @@ cudaError_t write_group_sequences(const Problem& problem, const GroupArgs& g, cu
     table.out = g.scratch.sequences + first;
     for (int i = 0; i < table.count; ++i) {
       const int64_t s = first + i;
-      next.batch = problem.packed() ? 0 : static_cast<int32_t>(s);
-      next.first_token = problem.packed() ? static_cast<int32_t>(p.cu_seqlens_kv[s]) : 0;
-      next.count = static_cast<int32_t>(tokens_of(problem, s));
+      const Problem::Tokens tokens = problem.keys_of(s);
+      next.batch = static_cast<int32_t>(problem.batch_of(s));
+      next.first_token = static_cast<int32_t>(tokens.begin);
+      next.count = static_cast<int32_t>(tokens.count);
       table.sequences[i] = next;
       next.first_chunk += chunks_of(next.count, g.scratch.chunk_tokens);
       next.first_window += windows_of(next.count);
@@ -97,6 +97,7 @@ cudaError_t write_group_sequences(const Problem& problem, const GroupArgs& g, cu
     const cudaError_t error = launch(write_table, table, 1, kSequencesPerLaunch, 0, stream);
     if (error != cudaSuccess) return error;
   }
+  const vcattn_attention_params& p = *problem.params;
   if (p.key_mask == nullptr) return cudaSuccess;
   const AdmitArgs args = {p.key_mask,
                           {p.key_mask_stride[0], p.key_mask_stride[1]},

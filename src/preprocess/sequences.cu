@@ -89,19 +89,13 @@ __global__ void __launch_bounds__(kAdmitThreads) admit(AdmitArgs a) {
 
 // Sequence `s` behind the blocks, tiles and mean groups of those before it.
 Sequence sequence_at(const Problem& problem, int64_t s, const Sequence& end) {
+  const Problem::Tokens queries = problem.queries_of(s), keys = problem.keys_of(s);
   Sequence sequence = end;
-  if (problem.packed()) {
-    const int64_t* q = problem.params->cu_seqlens_q + s;
-    const int64_t* kv = problem.params->cu_seqlens_kv + s;
-    sequence.q_begin = static_cast<int32_t>(q[0]);
-    sequence.q_count = static_cast<int32_t>(q[1] - q[0]);
-    sequence.kv_begin = static_cast<int32_t>(kv[0]);
-    sequence.kv_count = static_cast<int32_t>(kv[1] - kv[0]);
-  } else {
-    sequence.batch = static_cast<int32_t>(s);
-    sequence.q_count = static_cast<int32_t>(problem.seqlen_q);
-    sequence.kv_count = static_cast<int32_t>(problem.seqlen_kv);
-  }
+  sequence.batch = static_cast<int32_t>(problem.batch_of(s));
+  sequence.q_begin = static_cast<int32_t>(queries.begin);
+  sequence.q_count = static_cast<int32_t>(queries.count);
+  sequence.kv_begin = static_cast<int32_t>(keys.begin);
+  sequence.kv_count = static_cast<int32_t>(keys.count);
   sequence.keys = sequence.kv_count;
   return sequence;
 }

@@ -9,12 +9,9 @@ namespace vcattn::sm90a {
 namespace {
 
 void count_tiles(const Problem& problem, QuantizedQkv& qkv) {
-  const vcattn_attention_params& p = *problem.params;
   for (int64_t s = 0; s < problem.num_sequences; ++s) {
-    const int64_t queries = problem.packed() ? p.cu_seqlens_q[s + 1] - p.cu_seqlens_q[s] : problem.seqlen_q;
-    const int64_t keys = problem.packed() ? p.cu_seqlens_kv[s + 1] - p.cu_seqlens_kv[s] : problem.seqlen_kv;
-    const int32_t tiles = tiles_of(static_cast<int32_t>(keys));
-    qkv.blocks += blocks_of(static_cast<int32_t>(queries), qkv.block_rows);
+    const int32_t tiles = tiles_of(static_cast<int32_t>(problem.keys_of(s).count));
+    qkv.blocks += blocks_of(static_cast<int32_t>(problem.queries_of(s).count), qkv.block_rows);
     qkv.tiles += tiles;
     qkv.mean_groups += mean_groups_of(tiles);
   }

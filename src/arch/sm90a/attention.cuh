@@ -74,8 +74,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Variant::config.thre
   constexpr int kConsumers = kConfig.consumers();
   // No registers for the scores of two tiles: with three consumers, or beside the sums of kRunning.
   constexpr bool kOneTileOfScores = kInt8 && (kConsumers == 3 || kRunning);
-  constexpr int kTileBytesQ = query_tile_bytes(kDim), kTileBytesK = key_tile_bytes(kDim),
-                kTileBytesV = value_tile_bytes(kDim), kMeanBytes = mean_group_bytes(kDim);
+  constexpr int kTileBytesK = key_tile_bytes(kDim), kTileBytesV = value_tile_bytes(kDim),
+                kMeanBytes = mean_group_bytes(kDim);
   constexpr int kOutputs = kDim / 2;       // FP32 outputs of a thread: rows r and r + 8
   constexpr int kProducts = kOutputs + 4;  // of a pair: outputs and four row sums
   const QuantizedQkv& qkv = p.qkv;
@@ -293,7 +293,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Variant::config.thre
           CodePairMax largest;
           codes_by_reference(x, c_a, reference, t_a, largest);
           mbarrier_wait(sm.full_v[ring.stage()], ring.parity());
-          if constexpr (kOneTileOfScores) issue_qk(y, 1);
+          issue_qk(y, 1);
           take_scores(y);
           release(sm.empty_k[ring.stage()]);
           codes_by_reference(y, c_b, reference, t_b, largest);

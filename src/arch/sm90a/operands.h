@@ -97,7 +97,7 @@ struct QuantizedQkv {
   uint8_t* v;        // [num_heads_kv, tiles, (dim + 8) x 128 swizzled], E4M3
   float* v_descale;  // [num_heads_kv, num_sequences, dim]; NaN where the channel is not finite
   float* means;      // optional [num_heads_kv, mean_groups, dim x 8 by mean_index], TF32, in units of v_descale; tiles
-                 // behind the last are 0
+                     // behind the last are 0
   float*
       lse_shift;  // optional [num_heads, blocks * block_rows]: what centring K took from a row's scores, natural units
   uint32_t* k_poison;  // [num_heads_kv, num_sequences] non-zero where a key is not finite

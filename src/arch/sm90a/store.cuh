@@ -82,8 +82,7 @@ __device__ __forceinline__ void store_channels(const Output& out, int64_t elemen
 }
 
 // Rows [row, row + 16) of the work item's block. Rows without keys have sums of 0: they become 0, and lse -inf.
-// log_ratio: natural logarithm of what row sums exceed the sums of
-// exponentials by.
+// log_ratio: natural logarithm of what row sums exceed the sums of exponentials by.
 template <int kDim>
 __device__ __forceinline__ void store_rows(const AttentionParams& p, const WarpRows<kDim>& rows, WorkItem work, int row,
                                            float log_ratio) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "arch/sm90a/operands.h"
 #include "numerics/attention_math.h"
 #include "preprocess/group.h"
 #include "preprocess/launch.cuh"
@@ -80,15 +81,9 @@ __device__ inline Slot slot_at(const GroupArgs& g, int sequence, int head) {
   return {s, head, sequence * g.num_heads + head, (int64_t{s.batch} * g.num_heads + head) * g.seqlen + s.first_token};
 }
 
-// The last sequence whose `first` (first_chunk or first_window) is at most `item`. Empty sequences share theirs with
-// the next.
+// The sequence of a chunk or window, by first_chunk or first_window.
 __device__ inline int sequence_of(const GroupArgs& g, int item, int32_t GroupSequence::*first) {
-  int begin = 0, end = g.num_sequences;
-  while (end - begin > 1) {
-    const int middle = (begin + end) / 2;
-    (g.scratch.sequences[middle].*first <= item ? begin : end) = middle;
-  }
-  return begin;
+  return last_starting_at<GroupSequence>(g.scratch.sequences, g.num_sequences, first, item);
 }
 
 // The positions offset, offset + stride, ... that an assignment sees, `chunk` of them to a CTA.

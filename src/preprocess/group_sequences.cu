@@ -2,9 +2,13 @@
 #include <algorithm>
 
 #include "numerics/attention_math.h"
+#include "preprocess/admit.cuh"
 #include "preprocess/group_layout.cuh"
 
 namespace vcattn::sm90a {
+
+__device__ inline int32_t& admitted_keys(GroupSequence& s) { return s.count; }
+
 namespace {
 
 // As many as kernel parameters hold on every driver (4 KB).
@@ -19,51 +23,6 @@ struct TableArgs {
 __global__ void __launch_bounds__(kSequencesPerLaunch) write_table(const __grid_constant__ TableArgs a) {
   const int i = static_cast<int>(threadIdx.x);
   if (i < a.count) a.out[i] = a.sequences[i];
-}
-
-struct AdmitArgs {
-  const uint8_t* key_mask;  // [batch, seqlen]
-  int64_t mask_stride[2];
-  int64_t seqlen;
-  GroupSequence* sequences;  // one for each batch entry
-  int32_t* admitted;
-};
-
-constexpr int kAdmitThreads = 1024;
-constexpr int kTokensPerThread = 8;
-
-// One block for a batch entry: its admitted tokens, ascending, and their number.
-__global__ void __launch_bounds__(kAdmitThreads) admit(const __grid_constant__ AdmitArgs a) {
-  __shared__ int warp_sums[kAdmitThreads / 32];
-  const int64_t batch = blockIdx.x;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const uint8_t* mask = a.key_mask + batch * a.mask_stride[0];
-  int32_t* out = a.admitted + batch * a.seqlen;
-  int found = 0;
-  for (int64_t base = 0; base < a.seqlen; base += kAdmitThreads * kTokensPerThread) {
-    const int64_t first = base + int64_t{threadIdx.x} * kTokensPerThread;
-    uint32_t admits = 0;
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      if (first + i < a.seqlen && mask[(first + i) * a.mask_stride[1]] != 0) admits |= 1U << i;
-    }
-    int through = __popc(admits);
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(kFullWarp, through, step);
-      if (lane >= step) through += other;
-    }
-    if (lane == 31) warp_sums[warp] = through;
-    __syncthreads();
-    int place = found + through - __popc(admits);
-    for (int w = 0; w < kAdmitThreads / 32; ++w) {
-      if (w < warp) place += warp_sums[w];
-      found += warp_sums[w];
-    }
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      if ((admits >> i & 1) != 0) out[place++] = static_cast<int32_t>(first) + i;
-    }
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) a.sequences[batch].count = found;
 }
 
 __global__ void __launch_bounds__(kGroupThreads) write_sequence(const __grid_constant__ GroupArgs g) {
@@ -97,14 +56,7 @@ cudaError_t write_group_sequences(const Problem& problem, const GroupArgs& g, cu
     const cudaError_t error = launch(write_table, table, 1, kSequencesPerLaunch, 0, stream);
     if (error != cudaSuccess) return error;
   }
-  const vcattn_attention_params& p = *problem.params;
-  if (p.key_mask == nullptr) return cudaSuccess;
-  const AdmitArgs args = {p.key_mask,
-                          {p.key_mask_stride[0], p.key_mask_stride[1]},
-                          problem.seqlen_kv,
-                          g.scratch.sequences,
-                          g.scratch.admitted};
-  return launch(admit, args, problem.num_sequences, kAdmitThreads, 0, stream);
+  return admit_tokens(problem, g.scratch.sequences, g.scratch.admitted, stream);
 }
 
 cudaError_t write_sequence_order(const GroupArgs& g, cudaStream_t stream) {

@@ -8,15 +8,9 @@
 
 namespace vcattn::sm90a {
 
-// The sequence that number `index` belongs to, counted as `first` counts (query blocks, tiles, mean groups): the last
-// that begins at or before it, since empty ones share their beginning with the next.
+// The sequence that number `index` belongs to, counted as `first` counts (query blocks, tiles, mean groups).
 __device__ __forceinline__ int sequence_of(const QuantizedQkv& qkv, int32_t Sequence::*first, int index) {
-  int low = 0, high = qkv.num_sequences;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (qkv.sequences[middle].*first <= index ? low : high) = middle;
-  }
-  return low;
+  return last_starting_at(qkv.sequences, qkv.num_sequences, first, index);
 }
 
 __device__ __forceinline__ int filled_tiles(const Sequence& s) { return (s.keys + kBlockN - 1) / kBlockN; }

@@ -2,10 +2,14 @@
 // from.
 #include <algorithm>
 
+#include "preprocess/admit.cuh"
 #include "preprocess/launch.cuh"
 #include "preprocess/stages.h"
 
 namespace vcattn::sm90a {
+
+__device__ inline int32_t& admitted_keys(Sequence& s) { return s.keys; }
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -29,62 +33,6 @@ __global__ void __launch_bounds__(kThreads) start(const __grid_constant__ StartA
   for (int block = 0; block < 3; ++block) {
     for (int64_t i = index; i < a.num_zeroed[block]; i += int64_t{gridDim.x} * kThreads) a.zeroed[block][i] = 0;
   }
-}
-
-struct AdmitArgs {
-  const uint8_t* key_mask;  // [batch, seqlen_kv]
-  int64_t mask_stride[2];
-  int64_t seqlen_kv;
-  Sequence* sequences;  // one for each batch entry
-  int32_t* admitted;
-};
-
-constexpr int kAdmitThreads = 1024;
-constexpr int kTokensPerThread = 8;
-
-// Exclusive prefix sum over the block, and the whole sum.
-struct Prefix {
-  int before, total;
-};
-__device__ Prefix block_prefix(int count) {
-  __shared__ int warp_sums[kAdmitThreads / 32];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  int through = count;
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xFFFFFFFF, through, step);
-    if (lane >= step) through += other;
-  }
-  if (lane == 31) warp_sums[warp] = through;
-  __syncthreads();
-  int before = through - count, total = 0;
-  for (int w = 0; w < kAdmitThreads / 32; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
-  __syncthreads();
-  return {before, total};
-}
-
-// One block for a batch entry: its admitted tokens, ascending, and their number.
-__global__ void __launch_bounds__(kAdmitThreads) admit(AdmitArgs a) {
-  const int64_t batch = blockIdx.x;
-  const uint8_t* mask = a.key_mask + batch * a.mask_stride[0];
-  int32_t* out = a.admitted + batch * a.seqlen_kv;
-  int found = 0;
-  for (int64_t base = 0; base < a.seqlen_kv; base += kAdmitThreads * kTokensPerThread) {
-    const int64_t first = base + int64_t{threadIdx.x} * kTokensPerThread;
-    uint32_t admits = 0;
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      if (first + i < a.seqlen_kv && mask[(first + i) * a.mask_stride[1]] != 0) admits |= 1U << i;
-    }
-    const Prefix prefix = block_prefix(__popc(admits));
-    int place = found + prefix.before;
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      if ((admits >> i & 1) != 0) out[place++] = static_cast<int32_t>(first) + i;
-    }
-    found += prefix.total;
-  }
-  if (threadIdx.x == 0) a.sequences[batch].keys = found;
 }
 
 // Sequence `s` behind the blocks, tiles and mean groups of those before it.
@@ -129,14 +77,7 @@ cudaError_t prepare_sequences(const PrepareCall& call) {
     const cudaError_t error = launch(start, args, args.first == 0 ? blocks : 1, kThreads, 0, call.stream);
     if (error != cudaSuccess) return error;
   }
-  const vcattn_attention_params& p = *call.problem.params;
-  if (p.key_mask == nullptr) return cudaSuccess;
-  const AdmitArgs admit_args = {p.key_mask,
-                                {p.key_mask_stride[0], p.key_mask_stride[1]},
-                                call.problem.seqlen_kv,
-                                qkv.sequences,
-                                scratch.admitted};
-  return launch(admit, admit_args, qkv.num_sequences, kAdmitThreads, 0, call.stream);
+  return admit_tokens(call.problem, qkv.sequences, scratch.admitted, call.stream);
 }
 
 }  // namespace vcattn::sm90a

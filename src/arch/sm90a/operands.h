@@ -37,6 +37,18 @@ VCATTN_HD constexpr int32_t blocks_of(int32_t queries, int32_t block_rows) {
 VCATTN_HD constexpr int32_t tiles_of(int32_t keys) { return (keys + kPairKeys - 1) / kPairKeys * 2; }
 VCATTN_HD constexpr int32_t mean_groups_of(int32_t tiles) { return (tiles + kMeanTiles - 1) / kMeanTiles; }
 
+// The last of `count` items whose `first` is at most `index`: which sequence a block, a tile or a chunk belongs to.
+// Empty sequences share their start with the next one.
+template <typename Item>
+VCATTN_HD constexpr int last_starting_at(const Item* items, int count, int32_t Item::*first, int index) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (items[middle].*first <= index ? low : high) = middle;
+  }
+  return low;
+}
+
 // Bytes of the tiles of `dim` (64 or 128) channels.
 VCATTN_HD constexpr int query_tile_bytes(int dim) { return kTileRowsQ * dim; }
 VCATTN_HD constexpr int key_tile_bytes(int dim) { return kBlockN * dim; }

@@ -19,13 +19,7 @@ class WorkItem {
   }
   // Index of the sequence that the block belongs to: the last one that starts at or before it.
   __device__ __forceinline__ int sequence(const QuantizedQkv& qkv) const {
-    const int block = this->block(qkv);
-    int low = 0;
-    for (int high = qkv.num_sequences; high - low > 1;) {
-      const int middle = (low + high) / 2;
-      (qkv.sequences[middle].q_block <= block ? low : high) = middle;
-    }
-    return low;
+    return last_starting_at(qkv.sequences, qkv.num_sequences, &Sequence::q_block, block(qkv));
   }
 
  private:

@@ -26,8 +26,8 @@ PrepareScratch take_prepare_scratch(const Problem& problem, const QuantizedQkv& 
 cudaError_t prepare(const Problem& problem, const QuantizedQkv& qkv, const PrepareScratch& scratch,
                     cudaStream_t stream) {
   const PrepareCall call = {problem, problem.params->recipe, qkv, scratch, stream};
-  // K and V each at once: the second pass over an operand that fits the L2 cache finds it there.
-  for (const auto stage : {prepare_sequences, prepare_keys, prepare_values, prepare_queries}) {
+  // Values first: of short sequences, the L2 cache still holds what the statistics read last.
+  for (const auto stage : {prepare_sequences, prepare_statistics, prepare_values, prepare_keys, prepare_queries}) {
     if (const cudaError_t error = stage(call); error != cudaSuccess) return error;
   }
   // A kernel that restores means whatever the recipe says adds nothing.

@@ -1,41 +1,51 @@
-// Q: rotate, quantise each token by its own scale. A thread works on one token's row.
-#include "preprocess/key_order.cuh"
+// Q: rotate, quantise each token by its own scale.
+#include "preprocess/args.cuh"
 #include "preprocess/launch.cuh"
-#include "preprocess/row_math.cuh"
-#include "preprocess/rows.cuh"
-#include "preprocess/stages.h"
 
 namespace vcattn::sm90a {
 namespace {
 
-constexpr int kRows = 2 * kTileRowsQ;  // query rows of one thread block
-constexpr int kBlocksPerSm = 3;        // threads of 168 registers hold a row without spilling
-
-struct QueryArgs {
-  Operand q;
-  Rotation rotation;
-  QuantizedQkv qkv;
-  PrepareScratch scratch;
-  float code_units;      // per score
-  double softmax_scale;  // lse_shift
-  int32_t centred, int8, pow2, shifts;
+// 128 rows of one head of Q, as thread 0 finds them for the others.
+template <typename Element>
+struct QueryUnit {
+  const Element* tokens;  // row 0
+  int64_t slot;           // of K's head
+  int32_t rows;           // of the sequence, from row 0 on; may be negative
+  int32_t used;           // 0: the sequence has no keys
 };
 
 template <typename Element, int kDim>
 struct QueryShared {
-  alignas(128) std::byte tile[kRows * RowTile<Element, kDim>::kRowBytes];  // then its codes
-  double mean[kDim];                                                       // of K, times kFieldScale
-  float norm[kRows / 32];
+  alignas(128) std::byte tile[kUnitRows * RowTile<Element, kDim>::kRowBytes];  // then its codes
+  double k_mean[kDim];                                                         // times kFieldScale
+  QueryUnit<Element> unit;
+  float norm[RowGroup<Element, kDim>::kCount / 32];  // of each warp's rows
 };
+
+__host__ __device__ constexpr int64_t query_units(const QuantizedQkv& qkv) {
+  return int64_t{qkv.num_heads} * qkv.blocks * (qkv.block_rows / kUnitRows);
+}
+
+template <typename Element>
+__device__ __forceinline__ QueryUnit<Element> query_unit(const PrepareArgs& a, int unit) {
+  const QuantizedQkv& qkv = a.qkv;
+  const int units = qkv.block_rows / kUnitRows;  // of a query block
+  const int head = unit / units / qkv.blocks, block = unit / units % qkv.blocks;
+  const int index = sequence_of(qkv, &Sequence::q_block, block);
+  const Sequence& s = qkv.sequences[index];
+  const int first = (block - s.q_block) * qkv.block_rows + unit % units * kUnitRows;
+  const int64_t slot = int64_t{head / (qkv.num_heads / qkv.num_heads_kv)} * qkv.num_sequences + index;
+  return {a.q.row<Element>(s.batch, int64_t{s.q_begin} + first, head), slot, s.q_count - first, s.keys};
+}
 
 // What centring K took from the row's scores: the FP64 sum of products in order, each exact.
 template <typename Element, int kDim>
-__device__ float lse_shift(const std::byte* tile, int row, const double* mean, double softmax_scale) {
+__device__ float lse_shift(const std::byte* tile, int row, const double* k_mean, double softmax_scale) {
   double dot = 0.0;
 #pragma unroll 8
   for (int d = 0; d < kDim; ++d) {
     const auto* x = reinterpret_cast<const Element*>(tile + RowTile<Element, kDim>::element(row, d));
-    dot = __fma_rn(as_double_fields(x->value()), mean[d], dot);
+    dot = __fma_rn(as_double_fields(x->value()), k_mean[d], dot);
   }
   return static_cast<float>(__dmul_rn(dot, softmax_scale));
 }
@@ -43,90 +53,98 @@ __device__ float lse_shift(const std::byte* tile, int row, const double* mean, d
 // Codes carry the code units themselves; the product with K's power of two is at least one code unit per raw unit, so
 // that it is an exact FP16 factor.
 template <int kDim>
-__device__ Scale pow2_scale(const QueryArgs& a, int64_t slot, float largest) {
+__device__ Scale pow2_query_scale(const PrepareArgs& a, int64_t slot, float largest) {
   const int k_exponent = pow2_exponent(__uint_as_float(a.scratch.key_max[slot]), f16_key_max(kDim));
   const int exponent = max(pow2_exponent(__fmul_rn(largest, a.code_units), kF16QueryMax), -k_exponent);
   return {__fmul_rn(a.code_units, ldexpf(1.0f, -exponent)), ldexpf(1.0f, exponent)};
 }
 
-template <int kDim>
-__device__ void store_zeros(std::byte* tile, int row) {
-#pragma unroll
-  for (int d = 0; d < kDim; d += kChunkBytes) *reinterpret_cast<uint4*>(tile + row * kDim + d) = {0, 0, 0, 0};
-}
-
+// `unit`: 128 rows, counted over all heads.
 template <typename Element, int kDim>
-__global__ void __launch_bounds__(kRows, kBlocksPerSm) quantise_queries(const __grid_constant__ QueryArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
-  auto& shared = *reinterpret_cast<QueryShared<Element, kDim>*>(memory);
+__device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, RowGroup<Element, kDim> group,
+                                              QueryShared<Element, kDim>& shared) {
   const QuantizedQkv& qkv = a.qkv;
-  const int thread = static_cast<int>(threadIdx.x);
-  const int unit = static_cast<int>(blockIdx.x);
-  const int units = qkv.block_rows / kRows;  // of a query block
-  const int block = unit / units % qkv.blocks, head = unit / units / qkv.blocks;
-  const int index = sequence_of(qkv, &Sequence::q_block, block);
-  const Sequence s = qkv.sequences[index];
-  if (s.keys == 0) return;
-
-  const int first = (block - s.q_block) * qkv.block_rows + unit % units * kRows;  // row of the sequence
-  const int kv_head = head / (qkv.num_heads / qkv.num_heads_kv);
-  const int64_t slot = int64_t{kv_head} * qkv.num_sequences + index;
-  const Element* tokens = a.q.row<Element>(s.batch, s.q_begin, head);
-  copy_rows<Element, kDim, kRows, kRows>(
-      a.q, shared.tile, [&](int row) { return tokens + min(first + row, s.q_count - 1) * a.q.token_stride; });
-  const bool shifts = a.shifts != 0;
-  if (shifts && thread < kDim) {
-    shared.mean[thread] = a.centred ? kFieldScale * double{a.scratch.key_mean[slot * kDim + thread]} : 0.0;
+  const int thread = group.thread();
+  if (thread == 0) shared.unit = query_unit<Element>(a, unit);
+  group.sync();
+  if (shared.unit.used == 0) return;
+  const Element* tokens = shared.unit.tokens;
+  const int rows = shared.unit.rows;
+  const bool whole = rows >= kUnitRows;
+  if (whole && a.q.chunked && a.q.head_dim == kDim) {
+    copy_whole_rows<Element, kDim, kUnitRows>(group, tokens, a.q.token_stride, shared.tile);
+  } else {
+    // Behind the sequence's last row, the last again.
+    copy_rows<Element, kDim, kUnitRows>(group, a.q, shared.tile,
+                                        [&](int row) { return tokens + min(row, rows - 1) * a.q.token_stride; });
+  }
+  if (a.shifts_lse && thread < kDim) {
+    const int64_t place = shared.unit.slot * kDim + thread;
+    shared.k_mean[thread] = a.k_centred ? kFieldScale * double{a.scratch.key_mean[place]} : 0.0;
   }
   wait_copies<0>();
-  __syncthreads();
+  group.sync();
 
-  float x[kDim];
-  const bool finite = read_row<Element, kDim>(shared.tile, thread, x);
-  const int64_t place = int64_t{unit} * kRows + thread;
-  if (shifts) {
-    qkv.lse_shift[place] = lse_shift<Element, kDim>(shared.tile, thread, shared.mean, a.softmax_scale);
-  }
-  rotate(a.rotation, x);
-  const float largest = abs_max(x);
-  const Scale scale = a.pow2 ? pow2_scale<kDim>(a, slot, largest) : absmax_scale(largest, a.int8 ? kInt8Max : kE4m3Max);
-  const bool behind = first + thread >= s.q_count;  // the sequence's last row
+  using Part = RowPart<Element, kDim>;
+  const Part part(thread);
+  float x[Part::kChannels];
+  const bool finite = read_part(shared.tile, part, x);
+  rotate(a.rotation, part, x);
+  const float largest = over_row<Part>(part_abs_max(x), [](float one, float other) { return fmaxf(one, other); });
+  const Scale scale = a.pow2 ? pow2_query_scale<kDim>(a, shared.unit.slot, largest)
+                             : absmax_scale(largest, a.int8 ? kInt8Max : kE4m3Max);
+  const bool behind = part.row >= rows;
   const float factor = behind ? 0.0f : a.pow2 ? scale.descale : __fmul_rn(scale.descale, a.code_units);
-  qkv.q_factor[place] = finite || behind ? factor : float_from_bits(kFloatNan);
+  const int64_t place = int64_t{unit} * kUnitRows;
+  if (part.first == 0) {
+    qkv.q_factor[place + part.row] = factor;
+    if (a.shifts_lse) {
+      qkv.lse_shift[place + part.row] = lse_shift<Element, kDim>(shared.tile, part.row, shared.k_mean, a.softmax_scale);
+    }
+  }
 
-  __syncthreads();  // all rows are read
-  int squares = 0;
-  if (behind) {
-    store_zeros<kDim>(shared.tile, thread);
-  } else {
-    squares = store_codes(x, scale.encode, a.int8, shared.tile, thread);
-  }
-  const float norm = warp_max(__fmul_rn(__fsqrt_rn(static_cast<float>(squares)), factor));
+  group.sync();  // all rows are read
+  if (!finite && !behind) qkv.q_factor[place + part.row] = float_from_bits(kFloatNan);
+  const int squares = over_row<Part>(store_codes(x, scale.encode, a.int8, shared.tile, part),
+                                     [](int one, int other) { return one + other; });
+  const float norm = warp_max(__fmul_rn(square_root(static_cast<float>(squares)), factor));
   if (thread % 32 == 0) shared.norm[thread / 32] = norm;
-  __syncthreads();
-  store_tile<kRows * kDim, kRows>(shared.tile, qkv.q + int64_t{unit} * kRows * kDim);
-  if (thread % kTileRowsQ == 0) {
-    qkv.q_norm[place / kTileRowsQ] = fmaxf(shared.norm[thread / 32], shared.norm[thread / 32 + 1]);
+  group.sync();
+  constexpr int kRowChunks = kDim / kChunkBytes;
+  auto* out = reinterpret_cast<uint4*>(qkv.q + place * kDim);
+#pragma unroll
+  for (int i = 0; i < kUnitRows * kRowChunks; i += group.kCount) {
+    uint4 chunk = reinterpret_cast<const uint4*>(shared.tile)[i + thread];
+    if (!whole && (i + thread) / kRowChunks >= rows) chunk = {0, 0, 0, 0};
+    out[i + thread] = chunk;
   }
+  constexpr int kTileWarps = kTileRowsQ / Part::kRowsPerWarp;
+  if (thread < kUnitRows / kTileRowsQ) {
+    float of_tile = 0.0f;
+    for (int warp = 0; warp < kTileWarps; ++warp) of_tile = fmaxf(of_tile, shared.norm[thread * kTileWarps + warp]);
+    qkv.q_norm[place / kTileRowsQ + thread] = of_tile;
+  }
+}
+
+// One group of threads for 128 rows.
+template <typename Element, int kDim>
+__global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
+    quantise_queries(const __grid_constant__ PrepareArgs a) {
+  extern __shared__ __align__(128) std::byte memory[];
+  const RowGroup<Element, kDim> group;
+  const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
+  if (unit >= query_units(a.qkv)) return;
+  quantise_unit(a, unit, group, reinterpret_cast<QueryShared<Element, kDim>*>(memory)[group.index()]);
 }
 
 }  // namespace
 
 cudaError_t prepare_queries(const PrepareCall& call) {
-  const vcattn_attention_params& p = *call.problem.params;
-  const QueryArgs args = {operand(p.q),
-                          rotation(call.recipe, call.problem.head_dim),
-                          call.qkv,
-                          call.scratch,
-                          code_units_per_score(call.problem.softmax_scale),
-                          call.problem.softmax_scale,
-                          call.recipe.k_centred,
-                          call.recipe.qk_format == VCATTN_FORMAT_INT8,
-                          call.recipe.qk_scale_kind == VCATTN_SCALE_POW2_F16,
-                          p.lse != nullptr};
-  const int64_t units = int64_t{call.qkv.num_heads} * call.qkv.blocks * (call.qkv.block_rows / kRows);
-  return with_element_and_dim(p.q.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
-    return launch(quantise_queries<Element, kDim>, args, units, kRows, sizeof(QueryShared<Element, kDim>), call.stream);
+  const int64_t units = query_units(call.qkv);
+  return with_element_and_dim(call.problem.params->q.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
+    constexpr int kGroups = RowGroup<Element, kDim>::kGroupCount;
+    return launch(quantise_queries<Element, kDim>, prepare_args(call), ceil_div(units, kGroups), kRowThreads<Element>,
+                  static_cast<int>(sizeof(QueryShared<Element, kDim>)) * kGroups, call.stream);
   });
 }
 

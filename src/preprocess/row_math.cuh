@@ -31,39 +31,69 @@ inline Rotation rotation(const vcattn_recipe& recipe, int64_t head_dim) {
   return {static_cast<int32_t>(size), 1.0f / std::sqrt(static_cast<float>(size))};
 }
 
+// What the thread has that holds the channels `distance` (32 or 64) away. All lanes take part.
+template <typename Part, typename Value>
+__device__ __forceinline__ Value from_partner(Value x, int distance) {
+  return __shfl_xor_sync(0xFFFFFFFF, x, distance / Part::kChannels * Part::kRowsPerWarp);
+}
+
 // cpu::hadamard_row. Channels behind r.size are 0 and stay 0.
-template <int kDim>
-__device__ __forceinline__ void rotate(const Rotation& r, float (&x)[kDim]) {
+template <typename Part>
+__device__ __forceinline__ void rotate(const Rotation& r, Part part, float (&x)[Part::kChannels]) {
+  constexpr int kDim = Part::kDim, kChannels = Part::kChannels;
   if (r.size == 0) return;
 #pragma unroll
-  for (int d = 0; d < kDim; ++d) x[d] = __fmul_rn(x[d], r.scale);
+  for (int d = 0; d < kChannels; ++d) x[d] = __fmul_rn(x[d], r.scale);
   // Only 64 channels may be stored for fewer.
   constexpr int kSmallestSize = kDim == 64 ? kSmallestRotation : kDim;
 #pragma unroll
-  for (int stage = 0; (1 << stage) < kDim; ++stage) {
-    const int half = 1 << stage;
+  for (int half = 1; half < kDim; half *= 2) {
     if (half >= kSmallestSize && half >= r.size) break;
+    if (half < kChannels) {
 #pragma unroll
-    for (int pair = 0; pair < kDim / 2; ++pair) {
-      const int i = pair / half * 2 * half + pair % half;
-      const float a = x[i], b = x[i + half];
-      x[i] = __fadd_rn(a, b);
-      x[i + half] = __fsub_rn(a, b);
+      for (int pair = 0; pair < kChannels / 2; ++pair) {
+        const int i = pair / half * 2 * half + pair % half;
+        const float a = x[i], b = x[i + half];
+        x[i] = __fadd_rn(a, b);
+        x[i + half] = __fsub_rn(a, b);
+      }
+    } else {
+      // The thread of the lower channels keeps the sums, the other the differences: the products are exact.
+      const float sign = (part.first & half) == 0 ? 1.0f : -1.0f;
+#pragma unroll
+      for (int d = 0; d < kChannels; ++d) x[d] = __fmaf_rn(sign, x[d], from_partner<Part>(x[d], half));
     }
   }
 }
 
-template <int kDim>
-__device__ __forceinline__ float abs_max(const float (&x)[kDim]) {
+template <int kCount>
+__device__ __forceinline__ float part_abs_max(const float (&x)[kCount]) {
   float largest = 0.0f;
 #pragma unroll
-  for (int d = 0; d < kDim; ++d) largest = fmaxf(largest, fabsf(x[d]));
+  for (const float value : x) largest = fmaxf(largest, fabsf(value));
   return largest;
+}
+
+// From each thread's part of a row to the whole row, known to all of them.
+template <typename Part, typename Value, typename Join>
+__device__ __forceinline__ Value over_row(Value of_part, Join join) {
+#pragma unroll
+  for (int distance = Part::kChannels; distance < Part::kDim; distance *= 2) {
+    of_part = join(of_part, from_partner<Part>(of_part, distance));
+  }
+  return of_part;
 }
 
 // The largest of a warp's non-negative numbers.
 __device__ __forceinline__ float warp_max(float x) {
   return __uint_as_float(__reduce_max_sync(0xFFFFFFFF, __float_as_uint(x)));
+}
+
+// Within two units in the last place (PTX ISA, "sqrt.approx"), for bounds.
+__device__ __forceinline__ float square_root(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // ---- codes ---------------------------------------------------------------------------------------------------------
@@ -92,18 +122,20 @@ __device__ __forceinline__ float2 from_e4m3x2(uint32_t codes) {
   return __half22float2(__half2(pair));
 }
 
-// Row `row` as codes into a tile of kDim-byte rows in the order of operands.h. Returns the sum of the squares of INT8
-// codes; 0 for E4M3.
-template <int kDim>
-__device__ __forceinline__ int store_codes(const float (&x)[kDim], float encode, bool int8, std::byte* tile, int row) {
+// A part of a row as codes into a tile of rows of kDim bytes in the order of operands.h. Returns the sum of the squares
+// of INT8 codes; 0 for E4M3.
+template <typename Part>
+__device__ __forceinline__ int store_codes(const float (&x)[Part::kChannels], float encode, bool int8, std::byte* tile,
+                                           Part part) {
   int squares = 0;
   const auto store = [&](auto encode4) {
 #pragma unroll
-    for (int d = 0; d < kDim; d += kChunkBytes) {
+    for (int d = 0; d < Part::kChannels; d += kChunkBytes) {
       uint32_t words[4];
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[w] = encode4(x + d + 4 * w);
-      *reinterpret_cast<uint4*>(tile + swizzled(row, d, kDim)) = {words[0], words[1], words[2], words[3]};
+      *reinterpret_cast<uint4*>(tile + swizzled(part.row, part.first + d, Part::kDim)) = {words[0], words[1], words[2],
+                                                                                          words[3]};
     }
   };
   if (int8) {
@@ -116,16 +148,6 @@ __device__ __forceinline__ int store_codes(const float (&x)[kDim], float encode,
     store([&](const float* four) { return e4m3x4(four, encode); });
   }
   return squares;
-}
-
-// A tile from shared to global memory, both in the same order, by a block of kThreads.
-template <int kBytes, int kThreads>
-__device__ __forceinline__ void store_tile(const std::byte* tile, uint8_t* out) {
-  static_assert(kBytes % kChunkBytes == 0, "tiles are whole chunks");
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x); i < kBytes / kChunkBytes; i += kThreads) {
-    reinterpret_cast<uint4*>(out)[i] = reinterpret_cast<const uint4*>(tile)[i];
-  }
 }
 
 // ---- FP64 sums -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // Rows of a caller's tensor in shared memory. Internal to src/preprocess.
 //
-// A thread works on one row (Q, K) or on one channel (V, sums of K) of a tile. So that neither meets bank conflicts,
-// the 16-byte chunks of a row are exchanged by the row's number.
+// A thread works on 64 channels of one row (Q, K) or on one channel of 128 rows (V, sums of K). So that neither meets
+// bank conflicts, the 16-byte chunks of a row are exchanged by the row's number.
 #pragma once
 
 #include <cstddef>
@@ -35,6 +35,31 @@ template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+// ---- threads that work together ------------------------------------------------------------------------------------
+
+// kThreads neighbouring threads of a block that consists of kGroups (1 or 2) such groups, with a barrier of their own
+// (PTX ISA, "bar.sync"). One group does not wait for another and may leave early; code in groups uses no barrier of the
+// whole block.
+template <int kThreads, int kGroups>
+struct ThreadGroup {
+  static_assert(kGroups == 1 || kGroups == 2);
+  static constexpr int kCount = kThreads, kGroupCount = kGroups;
+  __device__ int index() const { return kGroups == 1 ? 0 : static_cast<int>(threadIdx.x / kThreads); }  // in the block
+  __device__ int thread() const { return static_cast<int>(threadIdx.x % kThreads); }                    // in the group
+  // Barriers by constant number: one known only at run time would make the block reserve all sixteen.
+  __device__ void sync() const {
+    if (index() == 0) {
+      asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+    } else {
+      asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
+    }
+  }
+};
+// A thread for each channel. The tiles of six blocks fill a multiprocessor's shared memory, if of 16-bit elements.
+inline constexpr int kChannelThreads = 128, kChannelBlocksPerSm = 6;
+template <int kDim>
+using ChannelGroup = ThreadGroup<kDim, kChannelThreads / kDim>;
 
 // ---- rows
 // ------------------------------------------------------------------------------------------------------------
@@ -71,59 +96,113 @@ struct RowTile {
 
   // Byte of a chunk, and of a channel, of row `row`.
   __device__ static int chunk(int row, int index) {
-    return row * kRowBytes + ((index ^ (row % kExchanged)) * kChunkBytes);
+    return row * kRowBytes + ((index ^ (row & (kExchanged - 1))) * kChunkBytes);
   }
   __device__ static int element(int row, int channel) {
-    const int byte = channel * static_cast<int>(sizeof(Element));
-    return chunk(row, byte / kChunkBytes) + byte % kChunkBytes;
+    const auto byte = static_cast<uint32_t>(channel) * sizeof(Element);
+    return chunk(row, static_cast<int>(byte / kChunkBytes)) + static_cast<int>(byte % kChunkBytes);
   }
 };
 
-// A block of kThreads starts copying kRows rows of x into a tile; channels behind head_dim become 0. row_of(i) points
-// to the first element of row i. The threads wait with wait_copies and a barrier.
-template <typename Element, int kDim, int kRows, int kThreads, typename RowOf>
-__device__ __forceinline__ void copy_rows(const Operand& x, std::byte* tile, RowOf row_of) {
+// The place that one thread of a group copies to, and how it goes on from row to row.
+template <typename Element, int kDim, typename Group>
+struct CopyPlace {
   using Tile = RowTile<Element, kDim>;
-  const int thread = static_cast<int>(threadIdx.x);
-  if (x.chunked) {
-    constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
-    constexpr int kRowsAtOnce = kThreads / Tile::kRowChunks;
-    static_assert(kThreads % Tile::kRowChunks == 0 && kRows % kRowsAtOnce == 0, "each thread keeps to one chunk");
-    const int first = thread / Tile::kRowChunks, chunk = thread % Tile::kRowChunks;
-    if (x.head_dim == kDim) {
-#pragma unroll
-      for (int row = first; row < kRows; row += kRowsAtOnce) {
-        copy_async(tile + Tile::chunk(row, chunk), row_of(row) + chunk * kElements);
-      }
+  static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(Element));
+  static constexpr int kRowsAtOnce = Group::kCount / Tile::kRowChunks;
+  static_assert(Group::kCount % Tile::kRowChunks == 0, "each thread keeps to one chunk");
+  int row, chunk;  // row: its first
+  __device__ explicit CopyPlace(Group group)
+      : row(static_cast<int>(static_cast<uint32_t>(group.thread()) / Tile::kRowChunks)),
+        chunk(static_cast<int>(static_cast<uint32_t>(group.thread()) % Tile::kRowChunks)) {}
+  __device__ std::byte* at(std::byte* tile, int rows_later) const {
+    if constexpr (kRowsAtOnce % Tile::kExchanged == 0) {
+      return tile + Tile::chunk(row, chunk) + rows_later * Tile::kRowBytes;
     } else {
-      const int elements = min(max(x.head_dim - chunk * kElements, 0), kElements);
-      const int inside = elements > 0 ? chunk * kElements : 0;
-      for (int row = first; row < kRows; row += kRowsAtOnce) {
-        copy_async(tile + Tile::chunk(row, chunk), row_of(row) + inside, elements * static_cast<int>(sizeof(Element)));
-      }
+      return tile + Tile::chunk(row + rows_later, chunk);
+    }
+  }
+};
+
+// The group starts copying kRows rows of x into a tile; channels behind head_dim become 0. row_of(i) points to the
+// first element of row i. Threads wait with wait_copies and the group's barrier.
+template <typename Element, int kDim, int kRows, typename Group, typename RowOf>
+__device__ __forceinline__ void copy_rows(Group group, const Operand& x, std::byte* tile, RowOf row_of) {
+  using Place = CopyPlace<Element, kDim, Group>;
+  const Place place(group);
+  if (x.chunked && x.head_dim == kDim) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += Place::kRowsAtOnce) {
+      copy_async(place.at(tile, i), row_of(place.row + i) + place.chunk * Place::kElements);
+    }
+  } else if (x.chunked) {
+    const int elements = min(max(x.head_dim - place.chunk * Place::kElements, 0), Place::kElements);
+    const int inside = elements > 0 ? place.chunk * Place::kElements : 0;
+#pragma unroll 1
+    for (int i = 0; i < kRows; i += Place::kRowsAtOnce) {
+      copy_async(place.at(tile, i), row_of(place.row + i) + inside, elements * static_cast<int>(sizeof(Element)));
     }
   } else {
-#pragma unroll 4
-    for (int i = thread; i < kRows * kDim; i += kThreads) {
+#pragma unroll 2
+    for (int i = group.thread(); i < kRows * kDim; i += Group::kCount) {
       const int row = i / kDim, channel = i % kDim;
       const Element value = channel < x.head_dim ? row_of(row)[channel * x.channel_stride] : Element{};
-      *reinterpret_cast<Element*>(tile + Tile::element(row, channel)) = value;
+      *reinterpret_cast<Element*>(tile + RowTile<Element, kDim>::element(row, channel)) = value;
     }
   }
   commit_copies();
 }
 
-// Row `row` in FP32, for the thread that owns it; what is not finite is read as 0. Returns whether all of it was
-// finite.
+// The same for rows `stride` elements apart, the first at `first`, whose channels are contiguous and fill the tile's.
+template <typename Element, int kDim, int kRows, typename Group>
+__device__ __forceinline__ void copy_whole_rows(Group group, const Element* first, int64_t stride, std::byte* tile) {
+  using Place = CopyPlace<Element, kDim, Group>;
+  const Place place(group);
+  const Element* source = first + place.row * stride + place.chunk * Place::kElements;
+#pragma unroll
+  for (int i = 0; i < kRows; i += Place::kRowsAtOnce) {
+    copy_async(place.at(tile, i), source);
+    source += Place::kRowsAtOnce * stride;
+  }
+  commit_copies();
+}
+
+// The part of a row of Q or K that one thread holds. The other parts are in the same warp: rows are next to one another
+// in its lanes, parts kRowsPerWarp lanes apart.
+template <typename RowElement, int kRowChannels>
+struct RowPart {
+  using Element = RowElement;
+  static constexpr int kDim = kRowChannels;
+  static constexpr int kChannels = 64;  // more would leave too few threads, fewer too much work besides
+  static constexpr int kParts = kDim / kChannels;
+  static constexpr int kRowsPerWarp = 32 / kParts;
+  int row, first;  // channel
+  __device__ explicit RowPart(int thread)
+      : row(thread / 32 * kRowsPerWarp + thread % kRowsPerWarp), first(thread % 32 / kRowsPerWarp * kChannels) {}
+};
+
+// Threads that hold all parts of kUnitRows rows.
+inline constexpr int kUnitRows = 128;
 template <typename Element, int kDim>
-__device__ __forceinline__ bool read_row(std::byte* tile, int row, float (&x)[kDim]) {
-  using Tile = RowTile<Element, kDim>;
+using RowGroup = ThreadGroup<kUnitRows * RowPart<Element, kDim>::kParts, 128 / kDim>;
+template <typename Element>
+inline constexpr int kRowThreads = RowGroup<Element, 128>::kCount;  // of a block, for each kDim
+inline constexpr int kRowBlocksPerSm = 2;
+
+// A part of a row in FP32, for the thread that owns it; what is not finite is read as 0. Returns whether all of it was
+// finite.
+template <typename Part>
+__device__ __forceinline__ bool read_part(std::byte* tile, Part part, float (&x)[Part::kChannels]) {
+  using Element = typename Part::Element;
+  using Tile = RowTile<Element, Part::kDim>;
   constexpr int kPerWord = 4 / static_cast<int>(sizeof(Element));
+  constexpr int kPartChunks = Tile::kRowChunks / Part::kParts;
+  const int first = part.first / Part::kChannels * kPartChunks;
   for (bool finite = true;; finite = false) {
     FiniteCheck<Element> check;
 #pragma unroll
-    for (int c = 0; c < Tile::kRowChunks; ++c) {
-      const uint4 chunk = *reinterpret_cast<const uint4*>(tile + Tile::chunk(row, c));
+    for (int c = 0; c < kPartChunks; ++c) {
+      const uint4 chunk = *reinterpret_cast<const uint4*>(tile + Tile::chunk(part.row, first + c));
       const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
@@ -132,9 +211,10 @@ __device__ __forceinline__ bool read_row(std::byte* tile, int row, float (&x)[kD
       }
     }
     if (check.finite()) return finite;
-    // Cleaned where it lies and read again: 128 values that two paths merge would not stay in registers.
-    for (int d = 0; d < kDim; ++d) {
-      auto* element = reinterpret_cast<Element*>(tile + Tile::element(row, d));
+      // Cleaned where it lies and read again: values that two paths merge would not stay in registers.
+#pragma unroll 1
+    for (int d = 0; d < Part::kChannels; ++d) {
+      auto* element = reinterpret_cast<Element*>(tile + Tile::element(part.row, part.first + d));
       if (!is_finite(element->value())) *element = Element{};
     }
   }

@@ -16,9 +16,9 @@ struct PrepareCall {
 
 // Sequences, the admitted tokens of each, and zeros where the other stages gather maxima and flags.
 cudaError_t prepare_sequences(const PrepareCall& call);
-// K, and what Q needs of it: its mean and, with pow2_f16, its largest magnitude.
-cudaError_t prepare_keys(const PrepareCall& call);
+cudaError_t prepare_statistics(const PrepareCall& call);
 cudaError_t prepare_values(const PrepareCall& call);
+cudaError_t prepare_keys(const PrepareCall& call);
 cudaError_t prepare_queries(const PrepareCall& call);
 
 }  // namespace vcattn::sm90a

@@ -123,7 +123,8 @@ typedef enum vcattn_v_order {
 typedef enum vcattn_mean_format { VCATTN_MEAN_BF16 = 0, VCATTN_MEAN_TF32 = 1, VCATTN_MEAN_FP32 = 2 } vcattn_mean_format;
 
 /* How a matrix product accumulates on the CPU. A GPU accumulates as its tensor cores do, whatever the recipe says: see
- * HOPPER, HOPPER_F16 for E4M3 QK, promoted to FP32 each `tile_keys` keys, or each 128 where mean_rows is 0. */
+ * HOPPER, HOPPER_F16 for E4M3 QK, promoted to FP32 each `tile_keys` keys, or each 128 where mean_rows is 0 or the
+ * maximum runs. */
 typedef enum vcattn_accumulate {
   VCATTN_ACC_FP32 = 0,
   VCATTN_ACC_FP64 = 1,      /* as good as exact */

@@ -72,8 +72,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Variant::config.thre
   static_assert(kInt8 || !kExp2, "FP16 scores feed ExpCast only");
   static_assert(!kRunning || (kExp2 && kMeans), "a running maximum goes with exp2 and means");
   constexpr int kConsumers = kConfig.consumers();
-  // No registers for the scores of two tiles: with three consumers, or beside the sums of kRunning.
-  constexpr bool kOneTileOfScores = kInt8 && (kConsumers == 3 || kRunning);
+  constexpr bool kOneTileOfScores = kInt8 && kConsumers == 3;  // no registers for two
   constexpr int kTileBytesK = key_tile_bytes(kDim), kTileBytesV = value_tile_bytes(kDim),
                 kMeanBytes = mean_group_bytes(kDim);
   constexpr int kOutputs = kDim / 2;       // FP32 outputs of a thread: rows r and r + 8
@@ -317,47 +316,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Variant::config.thre
           uint32_t* scores_b = kInt8 ? y : x + 32;
           largest = larger(largest, tile_maximum<kInt8, kExp2>(scores_b, c_b));
           constexpr float kLimit = kInt8 ? kOctaveLimitInt8 : kOctaveLimitE4m3;
-          RowPair octave;  // e, or for kRunning what the maximum is in octaves
-          if constexpr (kRunning) {
-            const RowPair before = reference;
-            const RowPair maximum = j == 0 ? largest : larger(largest, reference * kCodesPerOctave);
-            octave = reference = {within(maximum.a * (1.0f / kCodesPerOctave), kLimit),
-                                  within(maximum.b * (1.0f / kCodesPerOctave), kLimit)};
-            if (j > 0 && __any_sync(~0u, before.a != reference.a || before.b != reference.b)) {
-              rescale({exp2_approx(before.a - reference.a), exp2_approx(before.b - reference.b)});
-            }
-            weight = {1.0f, 1.0f};
-          } else {
-            octave = {within(ceilf(largest.a / kCodesPerOctave), kLimit),
-                      within(ceilf(largest.b / kCodesPerOctave), kLimit)};
-            const RowPair before = reference;
-            const bool raise_a = j == 0 || octave.a > reference.a + kMaxWeightOctave;
-            const bool raise_b = j == 0 || octave.b > reference.b + kMaxWeightOctave;
-            if (raise_a) reference.a = octave.a;
-            if (raise_b) reference.b = octave.b;
-            if (j > 0 && __any_sync(~0u, raise_a || raise_b)) {
-              rescale({pow2(before.a - reference.a), pow2(before.b - reference.b)});
-            }
-            weight = {pow2(octave.a - reference.a), pow2(octave.b - reference.b)};
+          const RowPair octave = {within(ceilf(largest.a / kCodesPerOctave), kLimit),
+                                  within(ceilf(largest.b / kCodesPerOctave), kLimit)};
+          const RowPair before = reference;
+          const bool raise_a = j == 0 || octave.a > reference.a + kMaxWeightOctave;
+          const bool raise_b = j == 0 || octave.b > reference.b + kMaxWeightOctave;
+          if (raise_a) reference.a = octave.a;
+          if (raise_b) reference.b = octave.b;
+          if (j > 0 && __any_sync(~0u, raise_a || raise_b)) {
+            rescale({pow2(before.a - reference.a), pow2(before.b - reference.b)});
           }
+          weight = {pow2(octave.a - reference.a), pow2(octave.b - reference.b)};
           // With kOneTileOfScores both were given up for their maximum.
-          if constexpr (kRunning) {
-#pragma unroll
-            for (int tile = 0; tile < 2; ++tile) {
-              uint32_t again[64];
-              issue_qk(again, tile);
-              take_scores(again);
-              if (tile == 1) release(sm.empty_k[ring.stage()]);
-              const RowPair c = tile == 0 ? c_a : c_b;
-              RowPair sums = {0, 0};
-              const int keys = sequence.keys - (2 * j + tile) * kBlockN;
-              if (keys < kBlockN) sums = sums_behind(again, c, octave, keys) * -1.0f;
-              make_codes<kInt8, kExp2, kRunning>(again, c, octave, p.odd_codes, p.zero, tile == 0 ? codes_a : codes_b,
-                                                 &sums);
-              const RowPair all = {quad_sum(sums.a), quad_sum(sums.b)};
-              if ((2 * j + tile - lane) % kSumTiles == 0) sum = {sum.a + all.a, sum.b + all.b};  // whose tile it is
-            }
-          } else if constexpr (kOneTileOfScores) {
+          if constexpr (kOneTileOfScores) {
             uint32_t again[64];
             issue_qk(again, 0);
             take_scores(again);
@@ -400,10 +371,55 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Variant::config.thre
       }
     };
 
+    // kRunning, tile by tile.
+    auto walk_tiles = [&] {
+      weight = {1.0f, 1.0f};
+#pragma unroll 1
+      for (int tile = 0; tile < 2 * pairs; ++tile) {
+        const bool second = tile % 2 == 1;
+        uint32_t x[64], z[kProducts], codes[16];
+        issue_qk(x, second);
+        const RowPair c = factor * reinterpret_cast<const float*>(k_descale)[tile];
+        take_scores(x);
+        if (second) release(sm.empty_k[ring.stage()]);
+        const RowPair largest = tile_maximum<kInt8, kExp2>(x, c) * (1.0f / kCodesPerOctave);
+        const RowPair before = reference;
+        reference = tile == 0 ? largest : larger(largest, reference);
+        reference = {within(reference.a, kOctaveLimitInt8), within(reference.b, kOctaveLimitInt8)};
+        if (tile > 0 && __any_sync(~0u, before.a != reference.a || before.b != reference.b)) {
+          rescale({exp2_approx(before.a - reference.a), exp2_approx(before.b - reference.b)});
+        }
+        RowPair sums = {0, 0};
+        const int keys = sequence.keys - tile * kBlockN;
+        if (keys < kBlockN) sums = sums_behind(x, c, reference, keys) * -1.0f;
+        make_codes<kInt8, kExp2, kRunning>(x, c, reference, p.odd_codes, p.zero, codes, &sums);
+        const RowPair all = {quad_sum(sums.a), quad_sum(sums.b)};
+        if ((tile - lane) % kSumTiles == 0) sum = {sum.a + all.a, sum.b + all.b};  // whose tile it is
+        if (!second) mbarrier_wait(sm.full_v[ring.stage()], ring.parity());
+        pin(codes);
+        pin(z);
+        wgmma_fence();
+        issue_pv(z, codes, second, false);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(codes);
+        pin(z);
+        promote(z);
+        if (second) {
+          release(sm.empty_v[ring.stage()]);
+          ring.advance();
+          fold_sums((tile + 1) / 2);
+          if (tile + 1 < 2 * pairs) mbarrier_wait(sm.full_k[ring.stage()], ring.parity());
+        }
+      }
+    };
+
     mbarrier_wait(sm.full_q, q_parity);
     q_parity ^= 1;
     if (pairs > 0) mbarrier_wait(sm.full_k[ring.stage()], ring.parity());
-    if constexpr (kOneTileOfScores && !kExp2) {
+    if constexpr (kRunning) {
+      walk_tiles();
+    } else if constexpr (kOneTileOfScores && !kExp2) {
       const float bound = qkv.q_norm[first_row / kTileRowsQ] *
                           qkv.k_norm[int64_t{work.kv_head(qkv)} * qkv.num_sequences + work.sequence(qkv)];
       if (bound < kCodeBound) {

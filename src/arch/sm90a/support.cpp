@@ -63,7 +63,7 @@ vcattn_code choose_config(const Problem& problem, Config& config, vcattn_message
   if (problem.head_dim > 128) {
     return fail(message, VCATTN_UNSUPPORTED, "backend sm90a takes head_dim up to 128; found {}", problem.head_dim);
   }
-  config = {.head_dim = problem.head_dim <= 64 && !running(recipe) ? 64 : 128,
+  config = {.head_dim = problem.head_dim <= 64 ? 64 : 128,
             .scores = int8(recipe) ? Scores::kInt8 : Scores::kE4m3,
             .probabilities = is_expcast(recipe) ? Probabilities::kExpCast : Probabilities::kExp2,
             .row_maximum = running(recipe) ? RowMaximum::kRunning : RowMaximum::kPairOctave,

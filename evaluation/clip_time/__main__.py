@@ -6,6 +6,8 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,9 +35,27 @@ def step_kinds(schedule: vcattn.Schedule) -> dict[tuple[bool, bool, bool], list[
     return kinds
 
 
+def _measured_branches(kind: tuple[bool, bool, bool]) -> int:
+    """Branches cost the same. Both run where each makes its first order, since both orders take memory, and at the
+    commonest kind of step, for a second sample."""
+    smooth, regroup, warm = kind
+    return _BRANCHES if not smooth or (regroup and not warm) else 1
+
+
 def clip_seconds(by_kind: list[tuple[int, float]]) -> float:
     """Of a clip with CFG: (steps of a kind, seconds of a forward at such a step). Text encoder and VAE not counted."""
     return sum(steps * seconds for steps, seconds in by_kind) * _BRANCHES
+
+
+@contextmanager
+def first_layer_alone(model: Any) -> Iterator[None]:
+    """For warming up: all layers are alike, and a forward of all of them takes seconds."""
+    blocks = model.blocks
+    model.blocks = blocks[:1]
+    try:
+        yield
+    finally:
+        model.blocks = blocks
 
 
 def measure_baseline(
@@ -44,7 +64,8 @@ def measure_baseline(
     """One of diffusers' own backends: all steps cost the same."""
     model.set_attention_backend(backend)
     with timer.installed(), torch.no_grad():
-        timer.time(lambda: model(**inputs))  # compiles and allocates
+        with first_layer_alone(model):
+            timer.time(lambda: model(**inputs))  # compiles and allocates
         times = [timer.time(lambda: model(**inputs)) for _ in range(repeats)]
     return {"step_kinds": [{"steps": _STEPS, "example": 0, **_summary(times)}]}
 
@@ -57,7 +78,7 @@ def measure_recipe(
     kind: str,
     repeats: int,
 ) -> dict[str, Any]:
-    """Through the diffusers adapter, with its states and schedule: each CFG branch at one step of each kind."""
+    """Through the diffusers adapter, with its states and schedule: one step of each kind."""
     from vcattn.integrations import diffusers
 
     schedule = vcattn.Schedule(_STEPS, kind)
@@ -66,15 +87,21 @@ def measure_recipe(
     try:
         with timer.installed(), torch.no_grad():
             times: dict[tuple[bool, bool, bool], list[Forward]] = {key: [] for key in kinds}
-            for repeat in range(-1, repeats):  # the first compiles and allocates
+
+            def request(kept: bool) -> None:
                 attached.session.begin(_STEPS)
                 for key, steps in sorted(kinds.items(), key=lambda item: item[1][0]):
                     attached.next_step()  # counts the branches from the first again
                     attached.session.set_step(steps[0])
-                    for _ in range(_BRANCHES):
+                    for _ in range(_measured_branches(key)):
                         forward = timer.time(lambda: model(**inputs))
-                        if repeat >= 0:
+                        if kept:
                             times[key].append(forward)
+
+            with first_layer_alone(model):
+                request(kept=False)  # compiles and allocates
+            for _ in range(repeats):
+                request(kept=True)
         report = attached.report
         served, fallbacks = report.served, dict(report.fallbacks)
     finally:
@@ -143,23 +170,30 @@ def measure_shape(
     schedule: str,
     repeats: int,
     baseline: str = "_native_cudnn",
-) -> dict[str, dict[str, Any]]:
-    """Rows of the table by name: the baseline (a backend of diffusers) and the policies."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of the table with their names, as they are measured: the baseline (a backend of diffusers), the policies."""
     device = inputs["hidden_states"].device
     timer = AttentionTimer(device)
-    rows: dict[str, dict[str, Any]] = {}
     for name in (_BASELINE, *policies):
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         if name == _BASELINE:
-            row = measure_baseline(model, inputs, timer, repeats, baseline)
+            row = measure_baseline(model, inputs, timer, repeats + 1, baseline)
         else:
             row = measure_recipe(model, inputs, timer, policies[name], schedule, repeats)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        rows[name] = {**finish(row), "peak_memory_bytes": peak}
-        print(f"{name}: {rows[name]['forward_seconds']:.3f} s per forward", flush=True)
-    return rows
+        yield name, {**finish(row), "peak_memory_bytes": peak}
+
+
+def write(folder: Path, facts: dict[str, Any], results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """clip_time.json and clip_time.md under `folder`; returns the Markdown."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "clip_time.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+    about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
+    text = "\n".join([f"`{facts['command']}`", "", about, "", table(results), ""])
+    (folder / "clip_time.md").write_text(text)
+    return text
 
 
 def _arguments() -> argparse.Namespace:
@@ -167,7 +201,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=wan.SHAPES, default=list(wan.SHAPES))
     parser.add_argument("--recipes", nargs="+", default=list(_RECIPES), metavar="RECIPE")
     parser.add_argument("--schedule", default="first_quarter", help="kind of vcattn.Schedule")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="of a forward at each kind of step")
     parser.add_argument("--out", type=Path, default=Path("out/clip_time"))
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_LAYERS} layers at 480p: does everything run?")
     return parser.parse_args()
@@ -185,13 +219,6 @@ def main() -> int:
     if args.quick:
         config["num_layers"], args.shapes, args.repeats = _QUICK_LAYERS, ["480p"], 1
     model = wan.build(config, device)
-    results: dict[str, dict[str, dict[str, Any]]] = {}
-    for name in args.shapes:
-        print(name, flush=True)
-        inputs = wan.inputs(config, wan.SHAPES[name], device)
-        results[name] = measure_shape(
-            model, inputs, {recipe: recipe for recipe in args.recipes}, args.schedule, args.repeats
-        )
     facts = {
         "command": shlex.join(["python", "-m", "evaluation.clip_time", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device),
@@ -201,12 +228,16 @@ def main() -> int:
         "cudnn": torch.backends.cudnn.version(),
         "layers": config["num_layers"],
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "clip_time.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    text = "\n".join(
-        [f"`{facts.pop('command')}`", "", ", ".join(f"{k} {v}" for k, v in facts.items()), "", table(results), ""]
-    )
-    (args.out / "clip_time.md").write_text(text)
+    policies: dict[str, str | vcattn.Policy] = {recipe: recipe for recipe in args.recipes}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    text = ""
+    for shape in args.shapes:
+        inputs = wan.inputs(config, wan.SHAPES[shape], device)
+        for name, row in measure_shape(model, inputs, policies, args.schedule, args.repeats):
+            calls = f", served {row['served']}, fallbacks {row['fallbacks']}" if "served" in row else ""
+            print(f"{shape}  {name}: {row['forward_seconds']:.3f} s per forward{calls}", flush=True)
+            results.setdefault(shape, {})[name] = row
+            text = write(args.out, facts, results)  # each row is kept, whatever becomes of the next
     print(text)
     return 0
 

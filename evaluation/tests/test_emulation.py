@@ -121,8 +121,8 @@ def test_compiled_softmax(backend, monkeypatch, recwarn):
 def test_chunks_of_queries_do_not_matter(monkeypatch):
     q, k, v = tensors(tokens=300)
     whole = attention(q, k, v, Numerics.of("sage3"))
-    monkeypatch.setattr(emulation, "_CHUNK_SCORES", 100 * 384)
-    assert emulation._chunk_rows(300, 384) == 100 and emulation._chunk_rows(307, 384) == 77
+    monkeypatch.setattr(emulation, "_CHUNK_SCORES", {"cpu": 200 * 384})
+    assert emulation._chunk_rows(300, 384, torch.device("cpu")) == 256  # 300 rows are 3 blocks of 128, in 2 chunks
     torch.testing.assert_close(attention(q, k, v, Numerics.of("sage3")), whole)
 
 

@@ -21,6 +21,15 @@ from .results import Store
 _GRID = (32, 16, 32)
 _STEPS = 40
 _QUICK_GRID, _QUICK_STEPS = (8, 8, 16), 8
+_METRIC_PROCESSES = max(1, min(8, (os.cpu_count() or 1) // 4))  # half a second for each clip
+
+
+def _part(text: str) -> tuple[int, int]:
+    """I/N."""
+    index, _, parts = text.partition("/")
+    if not (index.isdigit() and parts.isdigit() and int(index) < int(parts)):
+        raise argparse.ArgumentTypeError(f"I/N with I from 0 to N - 1; found {text}")
+    return int(index), int(parts)
 
 
 def _arguments() -> argparse.Namespace:
@@ -41,6 +50,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="RUN", help="of the runs of the groups, those of these names")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin no clip after this; the next call goes on"
+    )
+    parser.add_argument(
+        "--part",
+        type=_part,
+        default="0/1",
+        metavar="I/N",
+        help="renders every N-th window from the I-th on, without a report: for N processes that share --out",
     )
     parser.add_argument("--report-only", action="store_true", help="of the results that are there; renders nothing")
     parser.add_argument(
@@ -79,7 +95,6 @@ def main() -> int:
     except (weights.MissingDataError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    model = weights.build(loaded, device)
     store = Store(args.out)
     name = runner.versions(device)["device"]
     if args.report_only:  # perhaps on another machine than the one that measured
@@ -93,14 +108,21 @@ def main() -> int:
     work = runner.plan(groups, counts, list(WINDOWS))
     lpips, no_lpips = metrics.load_lpips(device)
     if not args.report_only:
-        renderer = runner.Runner(model, settings, data, store, lpips)
+        model = weights.build(loaded, device)
+        renderer = runner.Runner(model, settings, data, store, lpips, processes=_METRIC_PROCESSES)
         begin = time.perf_counter()
+        first, parts = args.part
+        mine = {window.name: window for window in WINDOWS[first::parts]}
         try:
-            rendered, left = renderer.run(work, {window.name: window for window in WINDOWS}, 60 * args.minutes)
+            rendered, left = renderer.run(
+                {clip: runs for clip, runs in work.items() if clip.window in mine}, mine, 60 * args.minutes
+            )
         except (weights.MissingDataError, ValueError) as error:
             print(error, file=sys.stderr)
             return 1
         print(f"{rendered} clips rendered in {time.perf_counter() - begin:.0f} s, {left} left; the others were there")
+        if parts > 1:
+            return 0
     measured = report.collect(store, work, settings)
     notes = {"lpips": no_lpips} if no_lpips else {}
     print(report.write(args.out, args.groups, measured, command=_command(), notes=notes))

@@ -33,11 +33,10 @@ def psnr(a: Tensor, b: Tensor) -> float:
 
 
 def ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """scikit-image's similarity, mean over every SSIM_FRAME_STRIDE-th frame of [frames, height, width, 3]."""
+    """scikit-image's similarity, mean over the frames of [frames, height, width, 3]."""
     from skimage.metrics import structural_similarity
 
-    frames = range(0, len(a), SSIM_FRAME_STRIDE)
-    return float(np.mean([structural_similarity(a[i], b[i], channel_axis=-1, data_range=1.0) for i in frames]))
+    return float(np.mean([structural_similarity(x, y, channel_axis=-1, data_range=1.0) for x, y in zip(a, b)]))
 
 
 def load_lpips(device: torch.device) -> tuple[Callable[[Tensor, Tensor], float] | None, str]:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import vcattn
 
 from . import clips, metrics, results, sampler
-from .experiments import BF16, REFERENCE, Run
+from .experiments import BF16, FIRST, REFERENCE, Run
 from .model import Extent, VideoTransformer
 from .results import Clip, Result, Store
 from .routing import Probe, TorchEngine, engine_of, finished
-
-_METRIC_THREADS = 4  # SSIM runs on the CPU while the next clip renders
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,12 @@ class Runner:
         store: Store,
         lpips: Callable[[Tensor, Tensor], float] | None = None,
         say: Callable[[str], None] = print,
+        processes: int = 0,
     ) -> None:
+        """processes: that measure SSIM while the next clip renders, since a thread would hold up its launches; 0: a
+        thread."""
         self._model, self._settings, self._data, self._store = model, settings, data, store
-        self._lpips, self._say = lpips, say
+        self._lpips, self._say, self._processes = lpips, say, processes
         self._device = next(model.parameters()).device
         self._versions = versions(self._device)
         self._grid = (model.size.text_tokens, *settings.grid)
@@ -82,40 +85,52 @@ class Runner:
     def run(
         self, work: dict[Clip, list[Run]], windows: dict[str, clips.Window], seconds: float = math.inf
     ) -> tuple[int, int]:
-        """Renders what is missing of `work`, in its order, and begins no clip after so many seconds.
+        """Renders what is missing of `work`, in its order but FIRST first, and begins no clip after so many seconds.
 
         Returns how many were rendered, without references, and how many are still missing.
         """
         rendered, left, end = 0, 0, time.perf_counter() + seconds
-        with ThreadPoolExecutor(_METRIC_THREADS) as pool:
+        missing = [
+            (clip, [run for run in runs if self._store.load(run, clip, self._settings.of(run)) is None])
+            for clip, runs in work.items()
+        ]
+        stages = [
+            (clip, stage)
+            for first in (True, False)
+            for clip, runs in missing
+            if (stage := [run for run in runs if (run.name in FIRST) == first])
+        ]
+        size = [n * extent for n, extent in zip(self._settings.grid, self._model.size.patch)]
+        with ThreadPoolExecutor(1) as reader, _executor(self._processes) as pool:
+            frames = {
+                name: reader.submit(clips.read_frames, self._data, windows[name], *size)
+                for name in dict.fromkeys(clip.window for clip, _ in stages)
+            }
             waiting: list[Future] = []
-            for clip, runs in work.items():
-                missing = [r for r in runs if self._store.load(r, clip, self._settings.of(r)) is None]
-                if missing:
-                    done = self._render_clip(clip, windows[clip.window], missing, end, pool)
-                    waiting += done
-                    rendered += len(done)
-                    left += len(missing) - len(done)
+            for clip, runs in stages:
+                label = clips.LABELS[windows[clip.window].clip]
+                done = self._render_clip(clip, label, frames[clip.window], runs, end, pool)
+                waiting += done
+                rendered += len(done)
+                left += len(runs) - len(done)
             for future in waiting:
                 future.result()
         return rendered, left
 
     def _render_clip(
-        self, clip: Clip, window: clips.Window, runs: list[Run], end: float, pool: ThreadPoolExecutor
+        self, clip: Clip, label: int, frames: Future[np.ndarray], runs: list[Run], end: float, pool: Executor
     ) -> list[Future]:
         """The results that follow, each of a clip that began before the host clock reached `end`."""
         if time.perf_counter() >= end:
             return []
-        patch = self._model.size.patch
-        frames = clips.read_frames(self._data, window, *(n * size for n, size in zip(self._settings.grid, patch)))
-        tokens = clips.to_tokens(frames, patch).to(self._device)
-        label = clips.LABELS[window.clip]
+        tokens = clips.to_tokens(frames.result(), self._model.size.patch).to(self._device)
         predictions: list[Tensor] = []
         made = self._render(
             tokens, label, clip.seed, self._reference, lambda step, prediction: predictions.append(prediction)
         )
         reference = self._to_frames(made)
-        self._save_frame(REFERENCE, clip, reference)
+        _save_frame(self._store.frame_path(REFERENCE, clip), _middle(reference))
+        reference_sample = _sample(reference)
         waiting = []
         for run in runs:
             if time.perf_counter() >= end:
@@ -142,16 +157,16 @@ class Runner:
                 settings=self._settings.of(run),
                 engine=engine.engine,
                 psnr=metrics.psnr(video, reference),
-                ssim=float("nan"),  # follows on another thread
+                ssim=float("nan"),  # follows in another process
                 lpips=None if self._lpips is None else self._lpips(video, reference),
-                psnr_by_step=[metrics.decibels(error.item(), peak=2.0) for error in by_step],
+                psnr_by_step=[metrics.decibels(error, peak=2.0) for error in torch.stack(by_step).tolist()],
                 relative_l2={str(step): errors for step, errors in probe.relative_l2().items()},
                 seconds=seconds,
                 versions=self._versions,
             )
-            self._save_frame(run, clip, video)
             self._say(f"{clip.name}  {run.name}: {result.psnr:.2f} dB, {seconds:.1f} s ({result.engine})")
-            waiting.append(pool.submit(self._finish, run, clip, result, video.cpu(), reference.cpu()))
+            images = (_sample(video), reference_sample, _middle(video))
+            waiting.append(pool.submit(_finish, self._store, run, clip, result, *images))
         return waiting
 
     def _render(self, tokens: Tensor, label: int, seed: int, engine: Any, on_step: Callable) -> Tensor:
@@ -161,16 +176,35 @@ class Runner:
     def _to_frames(self, tokens: Tensor) -> Tensor:
         return clips.to_frames(tokens, self._settings.grid, self._model.size.patch)
 
-    def _save_frame(self, run: Run, clip: Clip, video: Tensor) -> None:
-        from matplotlib import image
 
-        path = self._store.frame_path(run, clip)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.imsave(path, (video[len(video) // 2] * 255).round().byte().cpu().numpy())
+def _executor(processes: int) -> Executor:
+    # A process that has used a card must not fork.
+    return ProcessPoolExecutor(processes, get_context("spawn")) if processes else ThreadPoolExecutor(1)
 
-    def _finish(self, run: Run, clip: Clip, result: Result, video: Tensor, reference: Tensor) -> None:
-        result.ssim = metrics.ssim(video.numpy(), reference.numpy())
-        self._store.save(run, clip, result)
+
+def _sample(video: Tensor) -> np.ndarray:
+    """The frames that SSIM is measured on."""
+    return video[:: metrics.SSIM_FRAME_STRIDE].cpu().numpy()
+
+
+def _middle(video: Tensor) -> np.ndarray:
+    return (video[len(video) // 2] * 255).round().byte().cpu().numpy()
+
+
+def _save_frame(path: Path, frame: np.ndarray) -> None:
+    from matplotlib import image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.imsave(path, frame)
+
+
+def _finish(
+    store: Store, run: Run, clip: Clip, result: Result, sample: np.ndarray, reference: np.ndarray, middle: np.ndarray
+) -> None:
+    """What needs no card: SSIM, the middle frame, and the result's file, which is there last."""
+    result.ssim = metrics.ssim(sample, reference)
+    _save_frame(store.frame_path(run, clip), middle)
+    store.save(run, clip, result)
 
 
 def plan(

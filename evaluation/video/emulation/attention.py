@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from .formats import rotate
-from .numerics import TILE_KEYS, Numerics
+from .numerics import SCALE_ROWS, TILE_KEYS, Numerics
 from .operands import Keys, Queries, Values, prepare_keys, prepare_queries, prepare_values
 from .softmax import probabilities
 
-_CHUNK_SCORES = 1 << 26  # scores held at a time: 256 MiB of float32, a few times over
+# Scores held at a time, as float32 a few times over. On a card all of a head with 16,448 tokens: few launches, and one
+# compiled program.
+_CHUNK_SCORES = {"cpu": 1 << 26, "cuda": 5 << 26}
 
 
 def attention(
@@ -75,6 +77,18 @@ def _multiply(a: Tensor, b: Tensor, *, exact_in_bf16: bool) -> Tensor:
     return a.float() @ b.float()
 
 
+def _split(p: Tensor) -> tuple[Tensor, ...]:
+    """BF16 parts that add up to float32 p to within 2^-16 of it: far below what any format of p rounds."""
+    high = (p.view(torch.int32) & -0x10000).view(torch.float32)  # a compiler leaves out a cast to BF16 and back
+    return high.bfloat16(), (p - high).bfloat16()
+
+
+def _multiply_parts(parts: tuple[Tensor, ...], v: Tensor, *, exact_in_bf16: bool) -> Tensor:
+    """The sum of the parts times v."""
+    products = [_multiply(part, v, exact_in_bf16=exact_in_bf16) for part in parts]
+    return products[0] if len(products) == 1 else products[0] + products[1]
+
+
 def _raw_scores(queries: Tensor, keys: Tensor, numerics: Numerics) -> Tensor:
     codes = numerics.qk_format in ("int8", "e4m3", "nvfp4", "bf16")
     if numerics.qk_accumulate != "hopper_f16":
@@ -89,14 +103,20 @@ def _raw_scores(queries: Tensor, keys: Tensor, numerics: Numerics) -> Tensor:
 
 def _softmax(
     raw: Tensor, factor: Tensor, descale: Tensor, mean_scores: Tensor | None, count: int, numerics: Numerics
-) -> tuple[Tensor, Tensor]:
-    """Raw scores [rows, padded keys] to (p, sums) of softmax.probabilities; p in BF16 where that is exact."""
+) -> tuple[Tensor, ...]:
+    """Raw scores [rows, padded keys] to (sums, the parts that p of softmax.probabilities is the sum of). In BF16: one
+    part where p is exact in it, else two, so that the second product runs on tensor cores.
+
+    mean_scores: [rows / SCALE_ROWS, padded keys], of the means that were subtracted from blocks of queries.
+    """
     codes = raw * (factor[:, None] * descale)
     if mean_scores is not None:
-        codes = codes + mean_scores
+        codes = codes + mean_scores[torch.arange(codes.shape[0], device=codes.device) // SCALE_ROWS]
     codes = torch.where(torch.arange(codes.shape[1], device=codes.device) < count, codes, -torch.inf)
     p, sums = probabilities(codes.unflatten(1, (-1, numerics.step_keys)), numerics)
-    return (p.bfloat16() if numerics.p_exact_in_bf16 else p), sums
+    if numerics.v_format == "fp32":
+        return sums, p
+    return (sums, p.bfloat16()) if numerics.p_exact_in_bf16 else (sums, *_split(p))
 
 
 class _CompiledSoftmax:
@@ -114,17 +134,18 @@ class _CompiledSoftmax:
         self._compiled = torch.compile(_softmax, dynamic=False)
         self._checked: dict[object, bool] = {}  # whether the compiled one is right
 
-    def __call__(self, raw: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    def __call__(self, raw: Tensor, *args: object) -> tuple[Tensor, ...]:
         key = (args[-1], raw.shape)
         if key not in self._checked:
             return self._first(key, raw, *args)
         return (self._compiled if self._checked[key] else _softmax)(raw, *args)
 
-    def _first(self, key: object, raw: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    def _first(self, key: object, raw: Tensor, *args: object) -> tuple[Tensor, ...]:
         expected = _softmax(raw, *args)
         try:
             found = self._compiled(raw, *args)
-            apart = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, expected))
+            whole = [(sums, sum(part.float() for part in p)) for sums, *p in (found, expected)]
+            apart = max(float((a - b).norm() / b.norm()) for a, b in zip(*whole))
             problem = f"its results are off by {apart:.1e}" if apart > self._TOLERANCE else ""
         except Exception as error:  # of the compiler, of whatever kind: the plain one serves as well
             problem = f"{type(error).__name__}: {error}"
@@ -139,24 +160,27 @@ def _compiled_softmax() -> _CompiledSoftmax:
     return _CompiledSoftmax()
 
 
-def _chunk_rows(rows: int, keys: int) -> int:
-    """Queries at a time: equal chunks if that takes at most twice as many, so that one compiled program serves all."""
-    chunks = max(1, math.ceil(rows * keys / _CHUNK_SCORES))
-    even = next((n for n in range(chunks, 2 * chunks + 1) if rows % n == 0), chunks)
-    return math.ceil(rows / even)
+def _chunk_rows(rows: int, keys: int, device: torch.device) -> int:
+    """Queries at a time, whole blocks of SCALE_ROWS: chunks of about one length."""
+    blocks = math.ceil(rows / SCALE_ROWS)
+    chunks = min(blocks, max(1, math.ceil(rows * keys / _CHUNK_SCORES[device.type])))
+    return math.ceil(blocks / chunks) * SCALE_ROWS
 
 
 def _attend(queries: Queries, keys: Keys, values: Values, count: int, numerics: Numerics, compiled: bool) -> Tensor:
-    rows, size = queries.codes.shape[0], _chunk_rows(queries.codes.shape[0], keys.codes.shape[0])
+    rows = queries.codes.shape[0]
+    size = _chunk_rows(rows, keys.codes.shape[0], queries.codes.device)
     softmax = _compiled_softmax() if compiled else _softmax
     descale = keys.descale.repeat_interleave(TILE_KEYS)
     outputs = []
     for begin in range(0, rows, size):
         chunk = slice(begin, begin + size)
         raw = _raw_scores(queries.codes[chunk], keys.codes, numerics)
-        mean_scores = None if keys.exact is None else queries.means[chunk] @ keys.exact.T
-        p, sums = softmax(raw, queries.factor[chunk], descale, mean_scores, count, numerics)
-        out = _multiply(p, values.codes, exact_in_bf16=numerics.p_exact_in_bf16 and numerics.v_format != "fp32")
+        blocks = slice(begin // SCALE_ROWS, math.ceil((begin + size) / SCALE_ROWS))
+        mean_scores = None if keys.exact is None else queries.means[blocks] @ keys.exact.T
+        sums, *p = softmax(raw, queries.factor[chunk], descale, mean_scores, count, numerics)
+        del raw
+        out = _multiply_parts(tuple(p), values.codes, exact_in_bf16=numerics.v_format != "fp32")
         if values.means is not None:
             out += sums @ values.means
         outputs.append(out / sums.sum(1, keepdim=True) * values.descale)

@@ -151,16 +151,20 @@ def _exchange_all_sets(v: Tensor, order: Tensor, clusters: int) -> Tensor:
     players = sets + sets % 2
     order = order.clone()
     for meeting in range(max(players - 1, 0)):
+        by_sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}  # where both sets begin; equal sizes go together
         for pair in range(players // 2):
             a = (meeting + pair) % (players - 1)
             b = players - 1 if pair == 0 else (meeting - pair) % (players - 1)
             a, b = min(a, b), max(a, b)
             if b == sets:
                 continue
-            first, second = slice(begins[a], begins[a + 1]), slice(begins[b], begins[b + 1])
-            size = begins[a + 1] - begins[a]
-            both = _exchange(v, torch.cat([order[first], order[second]])[None], size)[0]
-            order[first], order[second] = both[:size], both[size:]
+            sizes = begins[a + 1] - begins[a], begins[b + 1] - begins[b]
+            by_sizes.setdefault(sizes, []).append((begins[a], begins[b]))
+        for sizes, pairs in by_sizes.items():
+            starts = torch.tensor(pairs, device=order.device)
+            ranges = [start[:, None] + torch.arange(n, device=order.device) for start, n in zip(starts.T, sizes)]
+            places = torch.cat(ranges, 1)
+            order[places] = _exchange(v, order[places], sizes[0])
     return order
 
 

@@ -32,7 +32,7 @@ class Keys(NamedTuple):
 class Queries(NamedTuple):
     codes: Tensor  # [queries, dim]
     factor: Tensor  # [queries]; code units = codes . keys * factor * descale
-    means: Tensor | None  # [queries, dim] in code units: what was subtracted; where queries are centred
+    means: Tensor | None  # [queries / SCALE_ROWS, dim] in code units: what was subtracted; where queries are centred
 
 
 class Values(NamedTuple):
@@ -85,8 +85,8 @@ def prepare_queries(q: Tensor, keys: Keys, numerics: Numerics, scale: float) -> 
         sizes = torch.full((len(blocks), 1, 1), SCALE_ROWS, dtype=torch.float64, device=q.device)
         sizes[-1] -= -count % SCALE_ROWS
         block_means = (blocks.double().sum(1, keepdim=True) / sizes).float()
-        means = block_means.expand_as(blocks).flatten(0, 1)[:count]
-        q = q - means
+        q = (blocks - block_means).flatten(0, 1)[:count]
+        means = block_means[:, 0]
         means = (formats.rotate(means) if numerics.qk_hadamard else means) * units
     if numerics.qk_hadamard:
         q = formats.rotate(q)

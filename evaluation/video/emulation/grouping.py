@@ -82,8 +82,8 @@ def _path(centroids: np.ndarray, used: np.ndarray) -> list[int]:
         new = int(nearest.argmax())
         if path:
             ends = distance[new, path]
-            detours = [ends[0], *(ends[i - 1] + ends[i] - distance[path[i - 1], path[i]] for i in range(1, len(path)))]
-            place = int(np.argmin([*detours, ends[-1]]))
+            detours = ends[:-1] + ends[1:] - distance[path[:-1], path[1:]]
+            place = int(np.argmin([ends[0], *detours, ends[-1]]))
         else:
             place = 0
         path.insert(place, new)

@@ -16,7 +16,7 @@ pytest.importorskip("skimage", reason="needs scikit-image")
 from evaluation.video import clips, metrics, plots, report, runner, weights  # noqa: E402
 from evaluation.video.experiments import GROUPS, REFERENCE, Run  # noqa: E402
 from evaluation.video.model import ModelSize, VideoTransformer  # noqa: E402
-from evaluation.video.results import Clip, Store  # noqa: E402
+from evaluation.video.results import Clip, Result, Store  # noqa: E402
 
 SIZE = ModelSize(width=64, heads=2, depth=1, patch=(1, 4, 4), text_tokens=4, labels=64)
 GRID = (2, 4, 8)
@@ -178,6 +178,24 @@ def test_resumes(evaluation):
     assert store.load(RUNS[1], first, {**settings.of(RUNS[1]), "num_steps": 5}) is None
 
 
+def test_compared_runs_come_first(evaluation):
+    """Of all clips, then the others; and the report shows them on all their clips where the others are not finished."""
+    made, work, windows, store, settings = evaluation
+    other = next(run for run in GROUPS["recipes"] if run.name == "sage2")
+    work = {clip: [other, *runs] for clip, runs in work.items()}
+    said: list[str] = []
+    made._say = said.append
+    made.run(work, windows)
+    names = [line.split("  ")[1].split(":")[0] for line in said]
+    assert names[8:] == ["sage2"] * 3 and "sage2" not in names[:8]
+    store._path(other, next(iter(work))).unlink()
+    measured = report.collect(store, work, settings)
+    text = report.write(store.folder, ["recipes"], measured, command="", notes={})
+    tables = {part.split("\n")[0]: part for part in text.split("### ")[1:]}
+    assert "| `bf16_other_kernel` | torch MATH | 2 |" in tables["recipes that were rendered first"]
+    assert "| `bf16_other_kernel` | torch MATH | 1 |" in tables["recipes"]
+
+
 def test_half_written_results_do_not_count(evaluation):
     made, work, windows, store, _ = evaluation
     first = next(iter(work))
@@ -186,6 +204,17 @@ def test_half_written_results_do_not_count(evaluation):
     path.rename(path.with_suffix(".part"))
     assert store.load(RUNS[1], first) is None
     assert made.run({first: [RUNS[1]]}, windows) == (1, 0)
+
+
+def test_processes_measure_the_same(tmp_path):
+    run, clip = RUNS[0], Clip("window", 0)
+    frames = np.random.default_rng(0).random((2, 4, 16, 16, 3), dtype=np.float32)
+    found = Result({}, "engine", 0.0, math.nan, None, [], {}, 0.0, {})
+    middle = np.zeros((16, 16, 3), np.uint8)
+    with runner._executor(1) as pool:
+        pool.submit(runner._finish, Store(tmp_path), run, clip, found, *frames, middle).result()
+    assert Store(tmp_path).load(run, clip).ssim == metrics.ssim(*frames)
+    assert Store(tmp_path).frame_path(run, clip).exists()
 
 
 def test_results_and_report(evaluation, tmp_path):

@@ -24,6 +24,12 @@ _BRANCHES = 2  # CFG: the denoiser runs twice a step
 _BASELINE = "cuDNN BF16"
 _RECIPES = ("accurate", "fast")
 _QUICK_LAYERS = 4
+# (what the table says, kind, reuse) of vcattn.Schedule.
+_OTHER_SCHEDULES = (
+    ("every step, an order for four", "every_step", 4),
+    ("every step, an order for each", "every_step", 1),
+    ("never", "never", 0),
+)
 
 
 def step_kinds(schedule: vcattn.Schedule) -> dict[tuple[bool, bool, bool], list[int]]:
@@ -144,6 +150,25 @@ def finish(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def schedule_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Markdown: clips under other schedules, put together from the same kinds of steps, over the one measured."""
+    lines = ["| shape | attention | schedule | s per clip | over the schedule measured |", "|---|---|---|---|---|"]
+    for shape, rows in results.items():
+        for name, row in rows.items():
+            seconds = {_kind(entry): entry["seconds"] for entry in row["step_kinds"] if "warm" in entry}
+            for schedule, kind, reuse in _OTHER_SCHEDULES:
+                kinds = step_kinds(vcattn.Schedule(_STEPS, kind, reuse))
+                if seconds.keys() >= kinds.keys():
+                    clip = clip_seconds([(len(steps), seconds[key]) for key, steps in kinds.items()])
+                    over = clip / row["clip_seconds"] - 1
+                    lines.append(f"| {shape} | {name} | {schedule} | {clip:.1f} | {over:+.1%} |")
+    return "\n".join(lines)
+
+
+def _kind(row: dict[str, Any]) -> tuple[bool, bool, bool]:
+    return row["smooth"], row["regroup"], row["warm"]
+
+
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Markdown. `predicted`: the baseline's forward with its self-attention replaced by the recipe's."""
     lines = [
@@ -191,7 +216,7 @@ def write(folder: Path, facts: dict[str, Any], results: dict[str, dict[str, dict
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "clip_time.json").write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
     about = ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command")
-    text = "\n".join([f"`{facts['command']}`", "", about, "", table(results), ""])
+    text = "\n".join([f"`{facts['command']}`", "", about, "", table(results), "", schedule_table(results), ""])
     (folder / "clip_time.md").write_text(text)
     return text
 

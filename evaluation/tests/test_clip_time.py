@@ -78,6 +78,22 @@ def test_speed_up_and_prediction():
     assert "| 1.25 | 1.43 | 1.0 | 640 |" in line  # 10 / 8, 10 / (4 + 3)
 
 
+def test_other_schedules():
+    """Of the same forwards: 1 cold and 9 warm groupings and 30 steps of reuse, or 1 and 39, or 40 without smoothing."""
+    kinds = [
+        (1, True, True, False, 5.0),
+        (7, True, False, False, 2.0),
+        (2, True, True, True, 4.0),
+        (30, False, False, False, 1.0),
+    ]
+    names = ("steps", "smooth", "regroup", "warm", "seconds")
+    found = clip_time.finish({"step_kinds": [dict(zip(names, kind), self_attention_seconds=0.5) for kind in kinds]})
+    lines = clip_time.schedule_table({"720p": {"accurate": found}}).splitlines()[2:]
+    assert found["clip_seconds"] == 2 * (5 + 14 + 8 + 30)
+    assert [line.split(" | ")[-2] for line in lines] == ["202.0", "322.0", "80.0"]
+    assert lines[0].endswith("| +77.2% |")
+
+
 def test_small_model_through_the_adapter(tmp_path):
     """Weights are finite and of diffusers' dtypes, and every call is served and timed."""
     model = wan.build(TINY, CPU)

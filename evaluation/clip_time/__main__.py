@@ -1,4 +1,4 @@
-"""python -m evaluation.clip_time: seconds of a Wan2.2-A14B clip, BF16 attention beside vcattn; needs a CUDA card."""
+"""python -m evaluation.clip_time: seconds of a clip, BF16 attention beside vcattn; needs a CUDA card."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 
 import vcattn
 
-from . import wan
+from . import hunyuan, wan
 from .timing import AttentionTimer, Forward
 
+_MODELS = {"wan2.2-a14b": wan, "hunyuanvideo-1.5": hunyuan}
 _STEPS = 40
 _BRANCHES = 2  # CFG: the denoiser runs twice a step
 _BASELINE = "cuDNN BF16"
@@ -56,12 +57,13 @@ def clip_seconds(by_kind: list[tuple[int, float]]) -> float:
 @contextmanager
 def first_layer_alone(model: Any) -> Iterator[None]:
     """For warming up: all layers are alike, and a forward of all of them takes seconds."""
-    blocks = model.blocks
-    model.blocks = blocks[:1]
+    name = next(module.LAYERS for module in _MODELS.values() if hasattr(model, module.LAYERS))
+    layers = getattr(model, name)
+    setattr(model, name, layers[:1])
     try:
         yield
     finally:
-        model.blocks = blocks
+        setattr(model, name, layers)
 
 
 def measure_baseline(
@@ -198,7 +200,7 @@ def measure_shape(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of the table with their names, as they are measured: the baseline (a backend of diffusers), the policies."""
     device = inputs["hidden_states"].device
-    timer = AttentionTimer(device)
+    timer = AttentionTimer(device, model)
     for name in (_BASELINE, *policies):
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -223,6 +225,7 @@ def write(folder: Path, facts: dict[str, Any], results: dict[str, dict[str, dict
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m evaluation.clip_time", description=__doc__.split(": ", 1)[1])
+    parser.add_argument("--model", choices=_MODELS, default="wan2.2-a14b")
     parser.add_argument("--shapes", nargs="+", choices=wan.SHAPES, default=list(wan.SHAPES))
     parser.add_argument("--recipes", nargs="+", default=list(_RECIPES), metavar="RECIPE")
     parser.add_argument("--schedule", default="first_quarter", help="kind of vcattn.Schedule")
@@ -240,10 +243,11 @@ def main() -> int:
         )
         return 1
     device = torch.device("cuda")
-    config = dict(wan.CONFIG)
+    denoiser = _MODELS[args.model]
+    config = dict(denoiser.CONFIG)
     if args.quick:
         config["num_layers"], args.shapes, args.repeats = _QUICK_LAYERS, ["480p"], 1
-    model = wan.build(config, device)
+    model = denoiser.build(config, device)
     facts = {
         "command": shlex.join(["python", "-m", "evaluation.clip_time", *sys.argv[1:]]),
         "device": torch.cuda.get_device_name(device),
@@ -251,13 +255,14 @@ def main() -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+        "model": args.model,
         "layers": config["num_layers"],
     }
     policies: dict[str, str | vcattn.Policy] = {recipe: recipe for recipe in args.recipes}
     results: dict[str, dict[str, dict[str, Any]]] = {}
     text = ""
     for shape in args.shapes:
-        inputs = wan.inputs(config, wan.SHAPES[shape], device)
+        inputs = denoiser.inputs(config, denoiser.SHAPES[shape], device)
         for name, row in measure_shape(model, inputs, policies, args.schedule, args.repeats):
             calls = f", served {row['served']}, fallbacks {row['fallbacks']}" if "served" in row else ""
             print(f"{shape}  {name}: {row['forward_seconds']:.3f} s per forward{calls}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,18 +35,16 @@ class _Mark:
 
 
 class AttentionTimer:
-    """Marks around every attention call of the Wan transformer."""
+    """Marks around every attention call of a transformer of diffusers."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, model: torch.nn.Module) -> None:
+        self._device, self._module = device, sys.modules[type(model).__module__]
         self._spans: list[tuple[bool, _Mark, _Mark]] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """diffusers' processors look the function up in their module: it is wrapped there until the block ends."""
-        from diffusers.models.transformers import transformer_wan
-
-        original = transformer_wan.dispatch_attention_fn
+        original = self._module.dispatch_attention_fn
 
         def timed(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             begin = _Mark(self._device)
@@ -53,11 +52,11 @@ class AttentionTimer:
             self._spans.append((query.shape[1] == key.shape[1], begin, _Mark(self._device)))
             return out
 
-        transformer_wan.dispatch_attention_fn = timed
+        self._module.dispatch_attention_fn = timed
         try:
             yield
         finally:
-            transformer_wan.dispatch_attention_fn = original
+            self._module.dispatch_attention_fn = original
 
     def time(self, forward: Callable[[], Any]) -> Forward:
         """Runs `forward` once and waits for it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from . import random_weights
+from .shapes import VideoShape
 
 # transformer/config.json of Wan-AI/Wan2.2-T2V-A14B-Diffusers. Its two experts are alike, and one runs at each step.
 CONFIG: dict[str, Any] = {
@@ -26,66 +28,27 @@ CONFIG: dict[str, Any] = {
     "rope_max_seq_len": 1024,
     "pos_embed_seq_len": None,
 }
+LAYERS = "blocks"
 TEXT_TOKENS = 512
-_VAE_STRIDE = (4, 8, 8)  # frames, height and width of a latent, the first frame by itself
-_WEIGHT_STD = 0.02
+VAE_STRIDE = (4, 8, 8)  # frames, height and width of a latent, the first frame by itself
 
 
-@dataclass(frozen=True)
-class VideoShape:
-    name: str
-    frames: int
-    height: int
-    width: int
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        return (
-            (self.frames - 1) // _VAE_STRIDE[0] + 1,
-            self.height // _VAE_STRIDE[1],
-            self.width // _VAE_STRIDE[2],
-        )
-
-    @property
-    def tokens(self) -> int:
-        """Of self-attention."""
-        t, h, w = (extent // patch for extent, patch in zip(self.latents, CONFIG["patch_size"]))
-        return t * h * w
+def tokens(shape: VideoShape) -> int:
+    """Of self-attention."""
+    t, h, w = (extent // patch for extent, patch in zip(shape.latents(VAE_STRIDE), CONFIG["patch_size"]))
+    return t * h * w
 
 
 SHAPES = {shape.name: shape for shape in (VideoShape("480p", 81, 480, 832), VideoShape("720p", 81, 720, 1280))}
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:
-    """A WanTransformer3DModel with random weights, made on `device`: nothing of it passes through host memory. In BF16
-    but for the modules that diffusers keeps in FP32."""
     from diffusers import WanTransformer3DModel
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model = WanTransformer3DModel(**config)
-    finally:
-        torch.set_default_dtype(before)
-    model.rope = type(model.rope)(config["attention_head_dim"], config["patch_size"], config["rope_max_seq_len"])
-    rope = model.rope.to(device)
-    model.rope = None  # tables, not weights: to_empty would lose them
-    model.to_empty(device=device)
-    model.rope = rope
-    generator = torch.Generator(device).manual_seed(0)
-    kept = set(model._keep_in_fp32_modules)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if kept & set(name.split(".")):
-                parameter.data = parameter.data.float()
-            if "norm" in name and name.endswith("weight"):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(std=_WEIGHT_STD, generator=generator)
-    return model.eval().requires_grad_(False)
+    model = random_weights.build(WanTransformer3DModel, config, device)
+    rope = type(model.rope)(config["attention_head_dim"], config["patch_size"], config["rope_max_seq_len"])
+    model.rope = rope.to(device)  # tables, not weights
+    return model
 
 
 def inputs(config: dict[str, Any], shape: VideoShape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -96,7 +59,7 @@ def inputs(config: dict[str, Any], shape: VideoShape, device: torch.device) -> d
         return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
 
     return {
-        "hidden_states": normal(1, config["in_channels"], *shape.latents),
+        "hidden_states": normal(1, config["in_channels"], *shape.latents(VAE_STRIDE)),
         "timestep": torch.tensor([500], device=device),
         "encoder_hidden_states": normal(1, TEXT_TOKENS, config["text_dim"]),
     }

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("diffusers", reason="needs diffusers")
 
 from evaluation.clip_time import __main__ as clip_time  # noqa: E402
-from evaluation.clip_time import wan  # noqa: E402
+from evaluation.clip_time import hunyuan, wan  # noqa: E402
+from evaluation.clip_time.shapes import VideoShape  # noqa: E402
 
 import vcattn  # noqa: E402
 
@@ -25,22 +26,23 @@ TINY = {
     "text_dim": 16,
     "num_layers": 2,
 }
-SHORT = wan.VideoShape("short", 5, 128, 256)  # 2 latent frames of 16 x 32: 256 tokens
+SHORT = VideoShape("short", 5, 128, 256)  # 2 latent frames of 16 x 32: 256 tokens
 
 
 def test_published_shapes():
-    assert wan.SHAPES["480p"].tokens == 32760
-    assert wan.SHAPES["720p"].tokens == 75600
-    assert SHORT.tokens == 256
+    assert wan.tokens(wan.SHAPES["480p"]) == 32760
+    assert wan.tokens(wan.SHAPES["720p"]) == 75600
+    assert wan.tokens(SHORT) == 256
 
 
 def test_published_size():
-    """14.3 billion parameters."""
-    from diffusers import WanTransformer3DModel
+    """14.3 and 8.3 billion parameters."""
+    from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
 
     with torch.device("meta"):
-        model = WanTransformer3DModel(**wan.CONFIG)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(14.29e9, rel=1e-3)
+        models = WanTransformer3DModel(**wan.CONFIG), HunyuanVideo15Transformer3DModel(**hunyuan.CONFIG)
+    sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+    assert sizes == pytest.approx([14.29e9, 8.33e9], rel=1e-3)
 
 
 def test_step_kinds():
@@ -100,7 +102,7 @@ def test_small_model_through_the_adapter(tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     assert model.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
-    policy = vcattn.Policy("accurate", min_seqlen=SHORT.tokens - 1)
+    policy = vcattn.Policy("accurate", min_seqlen=wan.tokens(SHORT) - 1)
     inputs = wan.inputs(TINY, SHORT, CPU)
     rows = dict(
         clip_time.measure_shape(
@@ -118,6 +120,20 @@ def test_small_model_through_the_adapter(tmp_path):
         assert 0 < row["self_attention_seconds"] < row["forward_seconds"]
     text = clip_time.write(tmp_path, {"command": "the command", "layers": 2}, {"short": rows})
     assert all(words in text for words in ("the command", "layers 2", "| short | accurate |"))
+
+
+def test_small_hunyuan_model_through_the_adapter():
+    """Joint attention with masked text: served with a mask of keys."""
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2, "rope_axes_dim": (8, 12, 12)}
+    config = {**hunyuan.CONFIG, **sizes, "in_channels": 5, "text_embed_dim": 16}
+    model = hunyuan.build(config, CPU)
+    shape = VideoShape("short", 5, 64, 128)  # 2 latent frames of 4 x 8, and 1985 tokens of text and image
+    policy = vcattn.Policy("accurate", min_seqlen=hunyuan._TEXT)  # not the text's own attention
+    inputs = hunyuan.inputs(config, shape, CPU)
+    rows = dict(clip_time.measure_shape(model, inputs, {"accurate": policy}, "first_quarter", 1, "_native_math"))
+    assert rows["accurate"]["served"] == (1 + 2) * (2 + 1 + 1 + 2)
+    assert list(rows["accurate"]["fallbacks"]) == [f"at most {hunyuan._TEXT} queries or keys (min_seqlen)"]
+    assert len(model.transformer_blocks) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card here")

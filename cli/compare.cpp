@@ -224,6 +224,8 @@ const Outcome<Comparison::Permutation>& Comparison::permutation(const vcattn_rec
 Outcome<Comparison::Permutation> Comparison::group(const vcattn_recipe& recipe, bool warm) const {
   vcattn_attention_params params = params_;
   params.recipe = recipe;
+  // Text and video are clustered together, as where others measure.
+  if (recipe.v_order != VCATTN_ORDER_CUBE) params.grid = {};
   const int64_t* shape = params.v.shape;
   Outcome<Permutation> outcome;
   vcattn_message message = {};

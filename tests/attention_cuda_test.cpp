@@ -170,6 +170,27 @@ TEST_F(SmAttention, KeyMask) {
   }
 }
 
+// HunyuanVideo-1.5 at 720p: video, then text, of which little is valid; the order is made in the call.
+TEST_F(SmAttention, TextBehindALongVideo) {
+  constexpr int64_t kVideo = 111600, kText = 1985, kValid = 120;
+  const Inputs inputs({1, 128, kVideo + kText, 1, 1, 128});
+  std::vector<uint8_t> mask(kVideo + kText, 1);
+  std::fill(mask.begin() + kVideo + kValid, mask.end(), uint8_t{0});
+  vcattn_attention_params p = inputs.params("accurate");
+  p.recipe = recipe("accurate");
+  p.key_mask = mask.data();
+  p.key_mask_stride[1] = 1;
+  const auto error = [&] {
+    DeviceCall call(p);
+    const Outcome outcome = call.run();
+    EXPECT_EQ(outcome.code, VCATTN_OK) << outcome.message;
+    return relative_error(p);
+  };
+  const double together = error();
+  p.grid = {0, 31, 45, 80};
+  EXPECT_LT(error(), 1.05 * together);
+}
+
 TEST_F(SmAttention, PackedSegments) {
   const Inputs inputs({1, 1200, 2000, 4, 2, 128});
   const int64_t q[] = {0, 300, 300, 301, 1000, 1200}, kv[] = {0, 700, 900, 1500, 1500, 2000};

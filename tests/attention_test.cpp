@@ -446,6 +446,82 @@ TEST(Attention, AGroupedPermutationEqualsGroupingInTheCall) {
   EXPECT_EQ(attend(p).code, VCATTN_OK);
 }
 
+// What the grid leaves out stands last: one order from the admitted video alone, whatever the text holds.
+TEST(Attention, TextStaysOutOfTheVideosOrder) {
+  constexpr int64_t kBatch = 2, kTokens = 700, kHeads = 2, kClusters = 20;
+  for (const int64_t first : {int64_t{0}, int64_t{61}}) {
+    const vcattn_video_grid grid = {first, 2, 10, 30};
+    const auto is_video = [&](int64_t t) { return t >= first && t < first + 600; };
+    Tensor v(kBatch, kTokens, kHeads, 64), q(kBatch, 20, kHeads, 64), out(kBatch, 20, kHeads, 64);
+    q.fill_normal(1);
+    v.fill_normal(2);
+    for (int64_t t = 0; t < kTokens; ++t) {
+      for (int64_t b = 0; b < kBatch && !is_video(t); ++b) {
+        for (int64_t h = 0; h < kHeads; ++h) v.set(b, t, h, std::vector<float>(64, t % 2 == 0 ? 3e3f : -2e3f));
+      }
+    }
+    // Entry 0 has gaps in video and text; entry 1 has text alone.
+    std::vector<uint8_t> mask(kBatch * kTokens);
+    std::vector<int64_t> video, text[kBatch];
+    for (int64_t t = 0; t < kTokens; ++t) {
+      mask[t] = t % 5 != 2;
+      mask[kTokens + t] = !is_video(t);
+      if (is_video(t) && mask[t] != 0) video.push_back(t);
+      for (int64_t b = 0; b < kBatch; ++b) {
+        if (!is_video(t) && mask[b * kTokens + t] != 0) text[b].push_back(t);
+      }
+    }
+    const auto count = static_cast<int64_t>(video.size());
+    Tensor alone(1, count, kHeads, 64);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t h = 0; h < kHeads; ++h) alone.set(0, i, h, v.row(0, video[i], h));
+    }
+    const auto grouped = [&](vcattn_attention_params& p, std::vector<float>& centroids) {
+      p.recipe.grouping.clusters = kClusters;
+      std::vector<int32_t> permutation(p.v.shape[0] * kHeads * p.v.shape[1]);
+      centroids.resize(p.v.shape[0] * kHeads * kClusters * 64);
+      size_t bytes;
+      EXPECT_EQ(vcattn_group_workspace_size(&p, &bytes, nullptr), VCATTN_OK);
+      std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(256, (bytes + 255) / 256 * 256),
+                                                         &std::free);
+      EXPECT_EQ(vcattn_group(&p, 0, centroids.data(), permutation.data(), memory.get(), bytes, nullptr), VCATTN_OK);
+      return permutation;
+    };
+    for (const int32_t v_order : {VCATTN_ORDER_KMEANS, VCATTN_ORDER_BALANCED, VCATTN_ORDER_CHAIN}) {
+      std::vector<float> centroids, alone_centroids;
+      auto p = params(q, v, v, out), just_video = params(q, alone, alone, out);
+      p.recipe.v_order = just_video.recipe.v_order = v_order;
+      p.grid = grid;
+      p.key_mask = mask.data();
+      p.key_mask_stride[0] = kTokens;
+      p.key_mask_stride[1] = 1;
+      const std::vector<int32_t> permutation = grouped(p, centroids);
+      const std::vector<int32_t> expected_video = grouped(just_video, alone_centroids);
+      alone_centroids.resize(centroids.size(), 0.0f);  // entry 1 has no video
+      EXPECT_EQ(centroids, alone_centroids) << "order " << v_order << ", first " << first;
+      for (int64_t b = 0; b < kBatch; ++b) {
+        for (int64_t h = 0; h < kHeads; ++h) {
+          std::vector<int32_t> expected;
+          for (int64_t i = 0; i < count && b == 0; ++i) {
+            expected.push_back(static_cast<int32_t>(video[expected_video[h * count + i]]));
+          }
+          expected.insert(expected.end(), text[b].begin(), text[b].end());
+          expected.resize(kTokens, -1);
+          const auto row = permutation.begin() + (b * kHeads + h) * kTokens;
+          EXPECT_EQ(std::vector<int32_t>(row, row + kTokens), expected)
+              << "order " << v_order << ", first " << first << ", batch " << b << ", head " << h;
+        }
+      }
+      // In the call the order is the same.
+      ASSERT_EQ(attend(p).code, VCATTN_OK);
+      const auto inside = out.bytes();
+      p.permutation = permutation.data();
+      ASSERT_EQ(attend(p).code, VCATTN_OK);
+      EXPECT_EQ(out.bytes(), inside) << "order " << v_order << ", first " << first;
+    }
+  }
+}
+
 // ---- what is not finite --------------------------------------------------------------------------------------------
 
 TEST(Attention, SaysWhereAnInputIsNotFinite) {

@@ -146,6 +146,9 @@ TEST_F(GroupingState, NeverLeaks) {
   params.recipe.grouping.seed = 5;
   expect_refused(state, 3, "the grouping state was made for seed 0; found 5");
   params = right;
+  params.grid = {.first_token = 0, .frames = 1, .height = 1, .width = 300};
+  expect_refused(state, 3, "the grouping state was made for grid.frames 0; found 1");
+  params = right;
   const uint8_t mask[400] = {1};
   params.key_mask = mask;
   params.key_mask_stride[1] = 1;

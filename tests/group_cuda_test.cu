@@ -162,6 +162,11 @@ class Call {
     return *this;
   }
 
+  Call& grid(const vcattn_video_grid& grid) {
+    params_.grid = grid;
+    return *this;
+  }
+
   const Problem& problem() const { return problem_; }
   size_t scratch_bytes() const {
     Arena arena(nullptr);
@@ -486,6 +491,104 @@ TEST_F(GroupCuda, MaskedTokensTakeNoPart) {
       }
     }
   }
+}
+
+// With a grid, the admitted part of the video is grouped as in a call of its own, and the text stands behind it.
+TEST_F(GroupCuda, TokensOutsideTheGridTakeNoPart) {
+  constexpr int64_t kBatch = 4, kHeads = 2, kDim = 64;
+  struct Case {
+    int64_t first, video, after;
+    bool masked;
+  };
+  const Fill base = clustered(15);
+  for (const Case& c : {Case{0, 1300, 200, false},
+                        {226, 1300, 0, false},
+                        {50, 1, 70, false},
+                        {0, 1300, 0, false},
+                        {0, 1300, 200, true},
+                        {226, 1300, 3, true},
+                        {64, 896, 64, true}}) {
+    const int64_t tokens = c.first + c.video + c.after;
+    const auto is_video = [&](int64_t t) { return t >= c.first && t < c.first + c.video; };
+    const Fill fill = [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+      return is_video(t) ? base(b, t, h, d) : static_cast<float>((t + d) % 5 - 2) * 1e4f;
+    };
+    const Values v = make_values(kBatch, tokens, kHeads, kDim, fill);
+    std::vector<uint8_t> mask(static_cast<size_t>(kBatch * tokens));
+    std::vector<std::vector<int32_t>> video(kBatch), text(kBatch);
+    for (int64_t b = 0; b < kBatch; ++b) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        // All; gaps in both; text alone; nothing.
+        const bool admits = !c.masked || b == 0 || (b == 1 && t * 7919 % 3 != 0) || (b == 2 && !is_video(t));
+        mask[static_cast<size_t>(b * tokens + t)] = admits;
+        if (admits) (is_video(t) ? video : text)[static_cast<size_t>(b)].push_back(static_cast<int32_t>(t));
+      }
+    }
+    for (const int32_t clusters : {10, 64, 80}) {
+      for (const int32_t v_order : kOrders) {
+        const test::Grouping grouping{.clusters = clusters, .iterations = 3};
+        Call call(v, v_order, grouping);
+        call.grid({c.first, 1, 1, c.video});
+        if (c.masked) call.mask(mask, tokens, 1);
+        const Outcome outcome = call.run();
+        for (int64_t b = 0; b < kBatch; ++b) {
+          const auto &inside = video[static_cast<size_t>(b)], &outside = text[static_cast<size_t>(b)];
+          const auto count = static_cast<int64_t>(inside.size());
+          const std::string what = std::to_string(c.first) + " + " + std::to_string(c.video) + " + " +
+                                   std::to_string(c.after) + " tokens, masked " + std::to_string(c.masked) + ", " +
+                                   std::to_string(clusters) + " clusters, order " + std::to_string(v_order) +
+                                   ", batch " + std::to_string(b);
+          Outcome alone;
+          if (count > 0) {
+            const Values dense = make_values(1, count, kHeads, kDim, [&](int64_t, int64_t t, int64_t h, int64_t d) {
+              return fill(b, inside[static_cast<size_t>(t)], h, d);
+            });
+            alone = Call(dense, v_order, grouping).run();
+          }
+          for (int64_t h = 0; h < kHeads; ++h) {
+            std::vector<int32_t> expected;
+            for (int64_t i = 0; i < count; ++i) {
+              expected.push_back(inside[static_cast<size_t>(alone.permutation[static_cast<size_t>(h * count + i)])]);
+            }
+            expected.insert(expected.end(), outside.begin(), outside.end());
+            // The order that groups nothing does not read the grid.
+            if (v_order == VCATTN_ORDER_SEQUENCE) std::sort(expected.begin(), expected.end());
+            expected.resize(static_cast<size_t>(tokens), -1);
+            EXPECT_EQ(order_of(outcome, v, b, h), expected) << what << ", head " << h;
+          }
+          if (v_order == VCATTN_ORDER_SEQUENCE) continue;
+          const int64_t size = kHeads * clusters * kDim;
+          const std::vector<float> centroids(outcome.centroids.begin() + b * size,
+                                             outcome.centroids.begin() + (b + 1) * size);
+          EXPECT_EQ(centroids, count > 0 ? alone.centroids : std::vector<float>(static_cast<size_t>(size))) << what;
+        }
+      }
+    }
+  }
+}
+
+// HunyuanVideo-1.5 at 720p: 111,600 video tokens, then 1,985 of text, of which 120 are valid.
+TEST_F(GroupCuda, TextTokensAndTheirPaddingStayBehindALongVideo) {
+  constexpr int64_t kVideo = 111600, kText = 1985, kValid = 120, kDim = 128;
+  const Fill base = clustered(16, 200);
+  const Values v = make_values(1, kVideo + kText, 1, kDim, [&](int64_t b, int64_t t, int64_t h, int64_t d) {
+    if (t < kVideo) return base(b, t, h, d);
+    return t < kVideo + kValid ? static_cast<float>(d % 3 - 1) * 500.0f : kNan;
+  });
+  std::vector<uint8_t> mask(kVideo + kText, 1);
+  std::fill(mask.begin() + kVideo + kValid, mask.end(), uint8_t{0});
+  const Values video = make_values(1, kVideo, 1, kDim, base);
+  const test::Grouping grouping{.clusters = 64, .iterations = 4};
+  const Outcome alone = Call(video, VCATTN_ORDER_CHAIN, grouping).run();
+  const Outcome joint = Call(v, VCATTN_ORDER_CHAIN, grouping).mask(mask, 0, 1).grid({0, 31, 45, 80}).run();
+  std::vector<int32_t> expected = alone.permutation;
+  for (int64_t t = kVideo; t < kVideo + kText; ++t) {
+    expected.push_back(t < kVideo + kValid ? static_cast<int32_t>(t) : -1);
+  }
+  const auto differs = std::mismatch(expected.begin(), expected.end(), joint.permutation.begin());
+  ASSERT_TRUE(differs.first == expected.end())
+      << "position " << differs.first - expected.begin() << " holds " << *differs.second << ", not " << *differs.first;
+  EXPECT_EQ(joint.centroids, alone.centroids);
 }
 
 // Segments are calls of their own; some are empty.

@@ -153,6 +153,38 @@ TEST_F(Validation, ChecksTheGrid) {
   EXPECT_EQ(vcattn_group_workspace_size(&p, &bytes, nullptr), VCATTN_INVALID_ARGUMENT);
 }
 
+TEST_F(Validation, ChecksTheGridOfOrdersThatCluster) {
+  for (const int32_t v_order : {VCATTN_ORDER_KMEANS, VCATTN_ORDER_BALANCED, VCATTN_ORDER_CHAIN}) {
+    p.recipe.v_order = v_order;
+    p.grid = {};
+    EXPECT_EQ(attend(p).code, VCATTN_OK) << "no grid is needed";
+    p.grid = {1, 1, 1, 8};
+    EXPECT_EQ(attend(p).code, VCATTN_OK);
+    p.grid = {2, 2, 2, 2};
+    EXPECT_EQ(attend(p).message, "grid: 2 + 2 x 2 x 2 tokens exceed seqlen 9");
+    for (const vcattn_video_grid& wrong : {vcattn_video_grid{4, 0, 0, 0}, {0, 1, 0, 1}, {0, 0, 1, 1}, {0, 1, 1, -3}}) {
+      p.grid = wrong;
+      EXPECT_EQ(attend(p).message,
+                fmt::format("grid: all zero, or at least one frame, row and column; found first_token {}, frames {}, "
+                            "height {}, width {}",
+                            wrong.first_token, wrong.frames, wrong.height, wrong.width));
+    }
+    constexpr int64_t kHuge = int64_t{1} << 40, kMax = std::numeric_limits<int64_t>::max();
+    for (const vcattn_video_grid& wrong :
+         {vcattn_video_grid{0, kHuge, kHuge, 1}, {0, 1, kHuge, kHuge}, {kMax, 1, 1, 1}, {-1, 1, 1, 1}}) {
+      p.grid = wrong;
+      EXPECT_EQ(attend(p).code, VCATTN_INVALID_ARGUMENT) << wrong.first_token << " + " << wrong.frames;
+    }
+  }
+  p.grid = {0, 1, 1, 9};
+  const int64_t cu_q[] = {0, p.q.shape[1]}, cu_kv[] = {0, 9};
+  p.cu_seqlens_q = cu_q;
+  p.cu_seqlens_kv = cu_kv;
+  p.num_segments = 1;
+  EXPECT_EQ(attend(p).code, VCATTN_UNSUPPORTED);
+  EXPECT_EQ(attend(p).message, "grid and cu_seqlens do not go together: a grid is of one sequence");
+}
+
 // ---- recipes -------------------------------------------------------------------------------------------------------
 
 TEST(Recipe, NamesAreListedWhenOneIsUnknown) {

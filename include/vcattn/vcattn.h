@@ -218,8 +218,10 @@ enum {
   VCATTN_ALLOW_NONFINITE = 1
 };
 
-/* Tokens first, then a frames x height x width grid in row-major order, then any number of further tokens. Needed by
-   VCATTN_ORDER_CUBE alone; all zero elsewhere. */
+/* Where the video is: `first_token` others first (text), then a frames x height x width grid in row-major order, then
+   any number of others. Needed by VCATTN_ORDER_CUBE. The orders that cluster, given one, group its tokens alone, by
+   their number alone (1 x 1 x n will do): the others stand behind them as they come, and touch neither their order nor
+   the centroids. All zero: every token is grouped. Not together with cu_seqlens. */
 typedef struct vcattn_video_grid {
   int64_t first_token;
   int64_t frames, height, width;

@@ -11,6 +11,7 @@ import pytest
 
 import vcattn
 from reference import BOUND, error, exact, normal
+from vcattn import _call, _numpy_arrays
 
 
 def qkv(batch: int = 1, seqlen_q: int = 50, seqlen_kv: int = 200, heads: int = 2, heads_kv: int = 2, dim: int = 64):
@@ -156,6 +157,29 @@ def test_video_grid():
     for wrong in ((4, 2, 10, 12, 1), ("4", 2, 10, 12)):
         with pytest.raises(vcattn.InvalidArgumentError, match="grid: "):
             vcattn.attention(q, k, v, recipe=cube, grid=wrong)
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+def test_text_stays_out_of_the_videos_order(text_first: bool):
+    text, video = 50, 400
+    first = text if text_first else 0
+    is_video = (np.arange(text + video) >= first) & (np.arange(text + video) < first + video)
+    q, k, v = qkv(seqlen_q=130, seqlen_kv=text + video)
+    v[:, ~is_video] += 9
+    mask = np.arange(text + video)[None] % 4 != 1
+    options = _call.Options("accurate", False, grid=(first, 2, 10, 20))
+    permutation, _ = _call.group(_numpy_arrays, v, options, mask=mask)
+    admitted = mask.sum()
+    in_order = is_video[permutation[..., :admitted]]
+    assert (permutation[..., admitted:] == -1).all()
+    assert (np.diff(in_order.astype(int)) <= 0).all(), "video first"
+    assert (permutation[..., (mask & is_video).sum() : admitted] == np.flatnonzero(mask[0] & ~is_video)).all()
+    out = vcattn.attention(q, k, v, key_padding_mask=mask, grid=options.grid)
+    assert error(out, exact(q, k, v, mask=mask)[0]) < BOUND
+    with pytest.raises(vcattn.InvalidArgumentError, match="exceed seqlen 450"):
+        vcattn.attention(q, k, v, grid=(first, 2, 10, 23))
+    with pytest.raises(vcattn.UnsupportedError, match="grid and cu_seqlens"):
+        vcattn.attention(v, k, v, grid=options.grid, cu_seqlens=[0, 450])
 
 
 class Foreign:

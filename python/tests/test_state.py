@@ -75,6 +75,15 @@ def test_an_order_serves_the_mask_that_it_was_made_for(groupings: list[bool]):
     assert groupings == [False, False]
 
 
+def test_an_order_serves_the_grid_that_it_was_made_for(groupings: list[bool]):
+    state = vcattn.State(vcattn.Schedule(8, "every_step", reuse=8))
+    q, k, v = inputs(0)
+    for step, grid in enumerate((None, (0, 1, 1, 500), (0, 1, 1, 500), (100, 1, 1, 500))):
+        out = vcattn.attention(q, k, v, state=state, step=step, grid=grid)
+        assert np.array_equal(out, vcattn.attention(q, k, v, grid=grid)), f"step {step}"
+    assert groupings == [False, False, False]
+
+
 def test_a_run_follows_the_schedule(groupings: list[bool]):
     state = vcattn.State(vcattn.Schedule(16))
     for step in range(16):

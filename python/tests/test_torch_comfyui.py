@@ -135,6 +135,28 @@ def test_an_override_that_was_there_answers_for_the_host():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize(
+    "img_slice, grid",
+    [
+        (None, None),
+        ([30, TOKENS], (30, 1, 1, TOKENS - 30)),
+        ([0, 100], (0, 1, 1, 100)),
+        ([30, TOKENS + 1], None),  # of another call
+    ],
+)
+def test_text_stays_out_of_the_order_of_the_slice(img_slice: Any, grid: Any):
+    q, k, v = tensors()
+    model = attach(ModelPatcher(), policy=EVERYWHERE)
+    options = options_of(model, img_slice=img_slice)
+    found = optimized_attention(q, k, v, HEADS, transformer_options=options)
+    expected = vcattn.attention(*(x.unflatten(-1, (HEADS, DIM)) for x in (q, k, v)), grid=grid, allow_nonfinite=True)
+    assert torch.equal(found, expected.flatten(2))
+    short = tensors(1)[0][:, :70]  # cross-attention: the keys are text
+    cross = optimized_attention(short, k, v, HEADS, transformer_options=options)
+    expected = vcattn.attention(*(x.unflatten(-1, (HEADS, DIM)) for x in (short, k, v)), allow_nonfinite=True)
+    assert torch.equal(cross, expected.flatten(2))
+
+
 def test_layer_names():
     assert layer_name({"block_index": 3}) == "blocks.3"
     assert layer_name({"block_index": 3, "block_type": "double"}) == "double_blocks.3"

@@ -183,6 +183,37 @@ def test_layers_by_name():
     assert seen == [f"blocks.{i}.attn{j}" for i in range(3) for j in (1, 2)]
 
 
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("wan", [None] * 4),
+        ("hunyuanvideo", [(0, 1, 1, 192)] * 2),  # a double and a single block
+        ("hunyuanvideo-1.5", [(0, 1, 1, 128)] * 2),
+        ("cogvideox", [(8, 1, 1, 192)] * 2),
+    ],
+)
+def test_text_stays_out_of_the_videos_order(name: str, expected: list, monkeypatch: pytest.MonkeyPatch):
+    model, inputs = MODELS[name]()
+    arguments = inputs(500.0)
+    grids: list[Any] = []
+    attention = _call.attention
+
+    def recorded(arrays: Any, q: Any, k: Any, v: Any, options: _call.Options, **others: Any):
+        grids.append(options.grid)
+        return attention(arrays, q, k, v, options, **others)
+
+    monkeypatch.setattr(_call, "attention", recorded)
+    native = {"*refiner*": "native"}
+    with attach(model, policy=vcattn.Policy("accurate", native, min_seqlen=0)) as report:
+        run(model, arguments)
+    assert grids == expected and report.served == len(expected), report
+    # Orders that do not cluster have no use for the number of tokens.
+    grids.clear()
+    with attach(model, policy=vcattn.Policy("sage2", native, min_seqlen=0)):
+        run(model, arguments)
+    assert grids == [None] * len(expected)
+
+
 def test_short_calls_stay_native_by_default():
     model, inputs = wan()
     arguments = inputs(1.0)

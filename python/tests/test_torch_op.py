@@ -150,6 +150,20 @@ def test_compiled_options():
     assert torch.equal(compiled(attend)(q, k, v).isnan(), q.isnan().any(-1, keepdim=True).expand_as(q))
 
 
+def test_compiled_grids_of_orders_that_cluster():
+    q, k, v = tensors(1, 400, 2, 64)
+    v[:, 320:] += 9
+    traced = vcattn.State(vcattn.Schedule(8))
+
+    @compiled
+    def attend(q, k, v, step):
+        return vcattn.attention(q, k, v, grid=(0, 1, 1, 320), state=traced.of("layer"), step=step)
+
+    expected = vcattn.attention(q, k, v, grid=(0, 1, 1, 320))
+    assert torch.equal(attend(q, k, v, 0), expected)
+    assert not torch.equal(expected, vcattn.attention(q, k, v))
+
+
 def test_compiled_steps_with_state():
     eager, traced = (vcattn.State(vcattn.Schedule(8)) for _ in range(2))
 

@@ -48,7 +48,9 @@ def attention(
     return_lse: also the natural logarithm of each row's sum of exponentials, of the keys as given.
     state, step: the order of the values kept between denoising steps, and the index of this one. Without a step index
         each call makes its own order.
-    grid: (first_token, frames, height, width) of the video tokens; needed by recipes with v_order "cube" alone.
+    grid: (first_token, frames, height, width): where the video tokens are, between others (text). Recipes with v_order
+        "cube" need it. Those that cluster then order its tokens alone, and leave the others behind them; (first_token,
+        1, 1, count) will do for them. Not together with cu_seqlens.
     allow_nonfinite: NaN and infinities make the rows that they touch NaN; without it host arrays that hold them are
         refused. CUDA tensors are never looked at from the host and act as with it.
     backend: "auto", "cpu" for host memory or "sm90a" for CUDA memory: forces one of `backends()` or raises.

@@ -15,9 +15,9 @@ class State:
     """The value order of one stream of calls: one layer of one request, CFG branch, expert and rank.
 
     A state decides at each step, by its schedule, whether the values are smoothed, and makes or reuses their order.
-    An order serves only calls of the shapes, device, grouping, segments and mask that it was made for; others, and a
-    step before the last one (a new request), start anew. A regrouping step that was left out, because a policy ran it
-    in BF16, is made up for.
+    An order serves only calls of the shapes, device, grouping, grid, segments and mask that it was made for; others,
+    and a step before the last one (a new request), start anew. A regrouping step that was left out, because a policy
+    ran it in BF16, is made up for.
 
     >>> states = State(Schedule(40))
     >>> out = attention(q, k, v, state=states.of("blocks.3", "cond"), step=0)
@@ -76,6 +76,7 @@ class State:
             options.bhsd,
             arrays.identity(v),
             facts.order,
+            options.grid,
             None if mask is None else calls.mask_identity(mask),
             None if segments is None else segments.identity,
         )

@@ -169,12 +169,14 @@ vcattn_code validate_segments(const vcattn_attention_params& p, bool needs_q, vc
 }
 
 vcattn_code validate_grid(const vcattn_attention_params& p, vcattn_message* message) {
-  if (p.recipe.v_order != VCATTN_ORDER_CUBE) return VCATTN_OK;
   const vcattn_video_grid& g = p.grid;
+  const bool cube = p.recipe.v_order == VCATTN_ORDER_CUBE;
+  const bool given = g.first_token != 0 || g.frames != 0 || g.height != 0 || g.width != 0;
+  if (!cube && !given) return VCATTN_OK;
   int64_t tokens, end;
   if (g.frames < 1 || g.height < 1 || g.width < 1 || g.first_token < 0) {
-    return fail(message, VCATTN_INVALID_ARGUMENT,
-                "v_order cube needs the video grid; found first_token {}, frames {}, height {}, width {}",
+    return fail(message, VCATTN_INVALID_ARGUMENT, "{}; found first_token {}, frames {}, height {}, width {}",
+                cube ? "v_order cube needs the video grid" : "grid: all zero, or at least one frame, row and column",
                 g.first_token, g.frames, g.height, g.width);
   }
   if (__builtin_mul_overflow(g.frames, g.height, &tokens) || __builtin_mul_overflow(tokens, g.width, &tokens) ||
@@ -182,8 +184,12 @@ vcattn_code validate_grid(const vcattn_attention_params& p, vcattn_message* mess
     return fail(message, VCATTN_INVALID_ARGUMENT, "grid: {} + {} x {} x {} tokens exceed seqlen {}", g.first_token,
                 g.frames, g.height, g.width, p.v.shape[1]);
   }
-  if (p.key_mask != nullptr || p.cu_seqlens_kv != nullptr) {
+  if (p.recipe.v_order == VCATTN_ORDER_SEQUENCE) return VCATTN_OK;
+  if (cube && (p.key_mask != nullptr || p.cu_seqlens_kv != nullptr)) {
     return fail(message, VCATTN_UNSUPPORTED, "v_order cube does not go with key_mask or cu_seqlens");
+  }
+  if (p.cu_seqlens_kv != nullptr) {
+    return fail(message, VCATTN_UNSUPPORTED, "grid and cu_seqlens do not go together: a grid is of one sequence");
   }
   return VCATTN_OK;
 }

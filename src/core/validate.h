@@ -24,6 +24,12 @@ struct Problem {
   int64_t batch_of(int64_t sequence) const { return packed() ? 0 : sequence; }
   Tokens queries_of(int64_t sequence) const { return tokens_of(params->cu_seqlens_q, sequence, seqlen_q); }
   Tokens keys_of(int64_t sequence) const { return tokens_of(params->cu_seqlens_kv, sequence, seqlen_kv); }
+  // Whether the caller says where the video is, and its tokens.
+  bool has_grid() const { return params->grid.frames > 0; }
+  Tokens grid_tokens() const {
+    const vcattn_video_grid& g = params->grid;
+    return {g.first_token, g.frames * g.height * g.width};
+  }
   bool allows_nonfinite() const { return (params->flags & VCATTN_ALLOW_NONFINITE) != 0; }
   // Whether the key mask lets `token` of batch entry `batch_index` take part.
   bool admits(int64_t batch_index, int64_t token) const {

@@ -47,7 +47,8 @@ void group(const Problem& problem, const GroupPlan& plan, bool warm, float* cent
       if (sequence.keys > 0) {
         gather_tokens(problem, sequence, p.v, head, scratch.admitted, plan.dim, scratch.rows, [](int64_t) {});
         vsmooth::order_tokens({scratch.rows, sequence.keys, head_dim, plan.dim}, p.recipe.v_order, p.recipe.grouping,
-                              p.grid, warm && keeps, scratch.centroids, scratch.order, scratch.grouping);
+                              admitted_grid(problem, sequence, scratch.admitted), warm && keeps, scratch.centroids,
+                              scratch.order, scratch.grouping);
         for (int64_t i = 0; i < sequence.keys; ++i) out[i] = scratch.admitted[scratch.order[i]];
       }
       if (keeps) state.store();

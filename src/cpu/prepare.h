@@ -81,6 +81,9 @@ void gather_tokens(const Problem& problem, const Sequence& sequence, const vcatt
 // Writes to `admitted` the tokens of the sequence that take part, ascending; returns their number.
 int64_t admit(const Problem& problem, const Sequence& sequence, int32_t* admitted);
 
+// The problem's grid, with a key mask as what is admitted of it: tokens are numbered as in `admitted`.
+vcattn_video_grid admitted_grid(const Problem& problem, const Sequence& sequence, const int32_t* admitted);
+
 // rows[count, dim] times the normalised Hadamard matrix.
 void rotate_rows(float* rows, int64_t count, int64_t dim);
 

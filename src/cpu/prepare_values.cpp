@@ -167,7 +167,8 @@ void prepare_values(const Head& h) {
     order_from_permutation(h);
   } else {
     const vsmooth::Tokens tokens = {scratch.rows, h.sequence.keys, h.problem.head_dim, qkv.v_dim};
-    vsmooth::order_tokens(tokens, h.recipe.v_order, h.recipe.grouping, h.problem.params->grid, false, scratch.centroids,
+    vsmooth::order_tokens(tokens, h.recipe.v_order, h.recipe.grouping,
+                          admitted_grid(h.problem, h.sequence, scratch.admitted), false, scratch.centroids,
                           scratch.order, scratch.grouping);
   }
   if (h.recipe.v_hadamard != 0) rotate_rows(scratch.rows, h.sequence.keys, qkv.v_dim);

@@ -38,6 +38,14 @@ int64_t admit(const Problem& problem, const Sequence& sequence, int32_t* admitte
   return count;
 }
 
+vcattn_video_grid admitted_grid(const Problem& problem, const Sequence& sequence, const int32_t* admitted) {
+  if (problem.params->key_mask == nullptr || !problem.has_grid()) return problem.params->grid;
+  const Problem::Tokens video = problem.grid_tokens();
+  const int32_t* end = admitted + sequence.keys;
+  const int32_t* first = std::lower_bound(admitted, end, video.begin);
+  return {first - admitted, 1, 1, std::lower_bound(first, end, video.begin + video.count) - first};
+}
+
 void preprocess(const Problem& problem, Plan& plan) {
   const vcattn_recipe& recipe = problem.params->recipe;
   QuantizedQkv& qkv = plan.qkv;

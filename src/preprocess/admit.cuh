@@ -63,11 +63,11 @@ __global__ void __launch_bounds__(kAdmitThreads) admit(AdmitArgs<Item> a) {
     }
     found += prefix.total;
   }
-  if (threadIdx.x == 0) admitted_keys(a.sequences[batch]) = found;
+  if (threadIdx.x == 0) set_admitted(a.sequences[batch], found);
 }
 
-// With a key mask: fills `admitted` [batch, seqlen_kv], and admitted_keys(Item&), which whoever calls defines, of each
-// of the `sequences` in device memory.
+// With a key mask: fills `admitted` [batch, seqlen_kv], and calls set_admitted(Item&, number of them), which whoever
+// calls defines, for each of the `sequences` in device memory.
 template <typename Item>
 cudaError_t admit_tokens(const Problem& problem, Item* sequences, int32_t* admitted, cudaStream_t stream) {
   const vcattn_attention_params& p = *problem.params;

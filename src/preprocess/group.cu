@@ -14,13 +14,12 @@ constexpr int64_t kAssignmentBlocks = 4 * 132;
 constexpr int64_t kMinChunk = 512, kMaxChunk = 8192;
 static_assert(kMinChunk % kGroupTile == 0 && kMaxChunk % kGroupTile == 0, "chunks are whole tiles");
 
-bool uses_clusters(int32_t v_order) { return v_order != VCATTN_ORDER_SEQUENCE; }
-
 int64_t slots_of(const Problem& problem) { return problem.num_sequences * problem.num_heads_kv; }
 
 int64_t chunk_tokens(const Problem& problem) {
   const int64_t chunks = std::max<int64_t>(kAssignmentBlocks / problem.num_heads_kv, 1);
-  const int64_t tokens = ceil_div(problem.batch * problem.seqlen_kv, chunks);
+  const int64_t grouped = groups_grid(problem) ? problem.grid_tokens().count : problem.seqlen_kv;
+  const int64_t tokens = ceil_div(problem.batch * grouped, chunks);
   return std::clamp(ceil_div(tokens, kGroupTile) * kGroupTile, kMinChunk, kMaxChunk);
 }
 
@@ -78,8 +77,9 @@ GroupScratch take_group_scratch(const Problem& problem, Arena& arena) {
   s.panels = static_cast<int32_t>(ceil_div(clusters, kPanelClusters));
   s.chunk_tokens = static_cast<int32_t>(chunk_tokens(problem));
   for (int64_t sequence = 0; sequence < problem.num_sequences; ++sequence) {
-    s.num_chunks += chunks_of(problem.keys_of(sequence).count, s.chunk_tokens);
-    s.num_windows += windows_of(problem.keys_of(sequence).count);
+    const int64_t grouped = grouped_tokens(problem, sequence);
+    s.num_chunks += chunks_of(grouped, s.chunk_tokens);
+    s.num_windows += windows_of(grouped);
   }
   s.sequences = arena.take<GroupSequence>(problem.num_sequences);
   if (problem.params->key_mask != nullptr) s.admitted = arena.take<int32_t>(problem.batch * problem.seqlen_kv);

@@ -30,9 +30,9 @@ struct GroupSequence;  // group_layout.cuh
 struct ClusterAxis;
 struct FarToken;
 
-// A slot is a (sequence, KV head): sequence * num_heads_kv + head. A position is the number of a token among the
-// admitted ones of its sequence. Arrays over tokens have the layout of the permutation, [batch, num_heads_kv,
-// seqlen_kv], and hold what is at a position.
+// A slot is a (sequence, KV head): sequence * num_heads_kv + head. A position is the number of a token among those of
+// its sequence that are grouped: the admitted ones or, of these, those of the video grid. Arrays over tokens have the
+// layout of the permutation, [batch, num_heads_kv, seqlen_kv], and hold what is at a position.
 struct GroupScratch {
   int32_t dim;           // channels as stored: 64 or 128
   int32_t panels;        // of 64 clusters
@@ -66,8 +66,10 @@ GroupScratch take_group_scratch(const Problem& problem, Arena& arena);
 // Launches the grouping on `stream`. v and key_mask are device memory.
 // centroids: optional FP32 [num_sequences, num_heads_kv, clusters, head_dim]; read first when `warm`, then written, 0
 //   beyond the clusters that the tokens fill. Without them the start is cold.
-// permutation: int32 [batch, num_heads_kv, seqlen_kv]: the token at each place, numbered within its sequence; with a
-//   key mask -1 behind the admitted ones.
+// permutation: int32 [batch, num_heads_kv, seqlen_kv]: the token at each place, numbered within its sequence. KMEANS
+// and
+//   CHAIN with a grid: its tokens first, the others behind them in sequence. With a key mask -1 behind the admitted
+//   ones.
 cudaError_t group(const Problem& problem, const GroupScratch& scratch, bool warm, float* centroids,
                   int32_t* permutation, cudaStream_t stream);
 

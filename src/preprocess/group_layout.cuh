@@ -24,7 +24,9 @@ inline constexpr uint32_t kFullWarp = 0xFFFFFFFF;
 struct GroupSequence {
   int32_t batch;
   int32_t first_token;   // in v
-  int32_t count;         // positions: tokens, or what the key mask admits
+  int32_t keys;          // tokens, or what the key mask admits
+  int32_t skipped;       // of these, in front of the video grid
+  int32_t count;         // positions: of these, those of the grid, or all
   int32_t first_chunk;   // among those of one head
   int32_t first_window;  // likewise
 };
@@ -67,7 +69,8 @@ struct Slot {
   __device__ int used_clusters(const GroupArgs& g) const { return min(g.clusters, sequence.count); }
   // Token, within the sequence, and its row in v.
   __device__ int token(const GroupArgs& g, int position) const {
-    return g.scratch.admitted == nullptr ? position : g.scratch.admitted[sequence.batch * g.seqlen + position];
+    const int key = sequence.skipped + position;
+    return g.scratch.admitted == nullptr ? key : g.scratch.admitted[sequence.batch * g.seqlen + key];
   }
   __device__ const std::byte* row(const GroupArgs& g, int position) const {
     const int64_t offset = sequence.batch * g.v.batch_stride + head * g.v.head_stride +
@@ -165,6 +168,17 @@ cudaError_t with_group_instance(const GroupArgs& g, Work work) {
 
 // ---- the plan, on the host ------------------------------------------------------------------------------------------
 
+inline bool uses_clusters(int32_t v_order) { return v_order != VCATTN_ORDER_SEQUENCE; }
+
+// Whether the tokens of a video grid are grouped alone.
+inline bool groups_grid(const Problem& problem) {
+  return uses_clusters(problem.params->recipe.v_order) && problem.has_grid();
+}
+// Tokens of sequence `s` that are grouped, at most: what a key mask admits of them, the device knows.
+inline int64_t grouped_tokens(const Problem& problem, int64_t s) {
+  return groups_grid(problem) ? problem.grid_tokens().count : problem.keys_of(s).count;
+}
+
 inline constexpr int kBlocksPerWindow = 4;  // of 128 positions, that exchange with each other
 
 inline int32_t chunks_of(int64_t tokens, int64_t chunk_tokens) {
@@ -178,7 +192,8 @@ inline int32_t windows_of(int64_t tokens) {
 
 // ---- stages, in the order of their launches -------------------------------------------------------------------------
 
-// Sequences, with what a key mask admits of each.
+// Sequences, with what a key mask admits of each; and, behind the grid's places in `permutation`, the tokens outside
+// it.
 cudaError_t write_group_sequences(const Problem& problem, const GroupArgs& g, cudaStream_t stream);
 // `permutation`: the tokens as they come.
 cudaError_t write_sequence_order(const GroupArgs& g, cudaStream_t stream);

@@ -8,7 +8,7 @@
 
 namespace vcattn::sm90a {
 
-__device__ inline int32_t& admitted_keys(Sequence& s) { return s.keys; }
+__device__ inline void set_admitted(Sequence& s, int32_t keys) { s.keys = keys; }
 
 namespace {
 

@@ -41,11 +41,14 @@ struct Scratch {
   std::optional<ExchangeScratch> exchange;
 };
 
-bool lies_within(const vcattn_video_grid& grid, int64_t count) {
-  int64_t end;
-  return grid.first_token >= 0 && grid.frames >= 0 && grid.height >= 0 && grid.width >= 0 &&
-         !__builtin_mul_overflow(grid.frames, grid.height, &end) && !__builtin_mul_overflow(end, grid.width, &end) &&
-         !__builtin_add_overflow(end, grid.first_token, &end) && end <= count;
+// Tokens of the grid; nothing where it does not lie within `count` tokens.
+std::optional<int64_t> tokens_within(const vcattn_video_grid& grid, int64_t count) {
+  int64_t tokens, end;
+  const bool within = grid.first_token >= 0 && grid.frames >= 0 && grid.height >= 0 && grid.width >= 0 &&
+                      !__builtin_mul_overflow(grid.frames, grid.height, &tokens) &&
+                      !__builtin_mul_overflow(tokens, grid.width, &tokens) &&
+                      !__builtin_add_overflow(tokens, grid.first_token, &end) && end <= count;
+  return within ? std::optional(tokens) : std::nullopt;
 }
 
 // Writes the tokens of the cubes that are whole, or of those that are not, and returns the end of what it wrote.
@@ -68,36 +71,9 @@ int32_t* write_cubes(const vcattn_video_grid& grid, bool whole, int32_t* out) {
   return out;
 }
 
-void order_by_cube(const vcattn_video_grid& grid, int64_t count, int32_t* permutation) {
-  if (!lies_within(grid, count)) {
-    std::iota(permutation, permutation + count, 0);
-    return;
-  }
-  int32_t* out = write_cubes(grid, true, permutation);
-  out = write_cubes(grid, false, out);
-  const int64_t after_grid = grid.first_token + (out - permutation);
-  std::iota(out, out + grid.first_token, 0);
-  std::iota(out + grid.first_token, permutation + count, static_cast<int32_t>(after_grid));
-}
-
-}  // namespace
-
-bool uses_clusters(int32_t v_order) {
-  return v_order == VCATTN_ORDER_KMEANS || v_order == VCATTN_ORDER_BALANCED || v_order == VCATTN_ORDER_CHAIN;
-}
-
-size_t grouping_workspace_size(int64_t count, int64_t stride, const vcattn_grouping& params, int32_t v_order) {
-  if (!uses_clusters(v_order)) return 0;
-  Arena arena(nullptr);
-  Scratch(arena, count, stride, effective_clusters(params, count), v_order);
-  return arena.used();
-}
-
-void order_tokens(const Tokens& tokens, int32_t v_order, const vcattn_grouping& params, const vcattn_video_grid& grid,
-                  bool warm, float* centroids, int32_t* permutation, std::span<std::byte> workspace) {
-  if (v_order == VCATTN_ORDER_CUBE) return order_by_cube(grid, tokens.count, permutation);
-  if (!uses_clusters(v_order)) return std::iota(permutation, permutation + tokens.count, 0);
-
+// k-means and what CHAIN and BALANCED make of it, over all of the tokens.
+void order_by_clusters(const Tokens& tokens, int32_t v_order, const vcattn_grouping& params, bool warm,
+                       float* centroids, int32_t* permutation, std::span<std::byte> workspace) {
   const int32_t clusters = effective_clusters(params, tokens.count);
   Arena arena(workspace.data());
   Scratch scratch(arena, tokens.count, tokens.stride, clusters, v_order);
@@ -116,6 +92,41 @@ void order_tokens(const Tokens& tokens, int32_t v_order, const vcattn_grouping& 
     exchange_all_sets(tokens, BlockSets(tokens.count, clusters), *scratch.exchange, permutation);
   }
   exchange_neighbours(tokens, *scratch.exchange, permutation);
+}
+
+}  // namespace
+
+bool uses_clusters(int32_t v_order) {
+  return v_order == VCATTN_ORDER_KMEANS || v_order == VCATTN_ORDER_BALANCED || v_order == VCATTN_ORDER_CHAIN;
+}
+
+size_t grouping_workspace_size(int64_t count, int64_t stride, const vcattn_grouping& params, int32_t v_order) {
+  if (!uses_clusters(v_order)) return 0;
+  Arena arena(nullptr);
+  Scratch(arena, count, stride, effective_clusters(params, count), v_order);
+  return arena.used();
+}
+
+void order_tokens(const Tokens& tokens, int32_t v_order, const vcattn_grouping& params, const vcattn_video_grid& grid,
+                  bool warm, float* centroids, int32_t* permutation, std::span<std::byte> workspace) {
+  const bool clusters = uses_clusters(v_order);
+  if (clusters && grid.frames == 0) {
+    return order_by_clusters(tokens, v_order, params, warm, centroids, permutation, workspace);
+  }
+  const std::optional<int64_t> inside = tokens_within(grid, tokens.count);
+  if ((!clusters && v_order != VCATTN_ORDER_CUBE) || !inside) {
+    return std::iota(permutation, permutation + tokens.count, 0);
+  }
+  int32_t* const outside = permutation + *inside;
+  if (clusters) {
+    const Tokens video = {tokens.row(grid.first_token), *inside, tokens.dim, tokens.stride};
+    order_by_clusters(video, v_order, params, warm, centroids, permutation, workspace);
+    for (int32_t* token = permutation; token < outside; ++token) *token += static_cast<int32_t>(grid.first_token);
+  } else {
+    write_cubes(grid, false, write_cubes(grid, true, permutation));
+  }
+  std::iota(outside, outside + grid.first_token, 0);
+  std::iota(outside + grid.first_token, permutation + tokens.count, static_cast<int32_t>(grid.first_token + *inside));
 }
 
 double energy_removed(const Tokens& tokens, const int32_t* permutation, int64_t mean_rows) {

@@ -51,7 +51,7 @@ double kmeans(const Tokens& tokens, const vcattn_grouping& params, bool warm, fl
 //   SEQUENCE  the identity.
 //   CUBE      the whole 2 x 8 x 8 cubes of `grid`, then the smaller ones at its borders, both in row-major order of
 //             the cubes and of the tokens within; then the tokens outside the grid in sequence. So each whole cube is
-//             one block of 128. A grid that does not lie within the tokens gives the identity.
+//             one block of 128.
 //   KMEANS    stable sort by label.
 //   CHAIN     clusters along a short path through their centroids, tokens along the path within each (chain.h), then
 //             a few rounds in which neighbouring blocks exchange tokens (exchange.h).
@@ -59,7 +59,11 @@ double kmeans(const Tokens& tokens, const vcattn_grouping& params, bool warm, fl
 //             block of 128; every two of them exchange tokens once, then neighbouring blocks as in CHAIN. Its time
 //             grows with tokens times clusters, as that of k-means does, but is a few times longer. With as many
 //             clusters as blocks it removes the most energy; with few clusters of many blocks, no more than CHAIN.
-// `grid` is read by CUBE alone. `centroids` is as in kmeans for the last three, or null to start cold and keep none.
+// The last three, given a grid (frames > 0), order its tokens as if there were no others, and put the tokens outside it
+// behind them in sequence: in front, they would shift every block of the video against the blocks of 128 that share a
+// mean. So where the video does not end with a block, one block holds the last of it and the first of the text.
+// A grid that does not lie within the tokens gives the identity in these orders and in CUBE.
+// `centroids` is as in kmeans for the last three, or null to start cold and keep none.
 void order_tokens(const Tokens& tokens, int32_t v_order, const vcattn_grouping& params, const vcattn_video_grid& grid,
                   bool warm, float* centroids, int32_t* permutation, std::span<std::byte> workspace);
 

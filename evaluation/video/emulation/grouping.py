@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 import torch
@@ -182,5 +183,11 @@ def cube_order(grid: Grid, count: int) -> Tensor:
             for x in range(0, extent[2], _CUBE[2]):
                 cube = tokens[t : t + _CUBE[0], y : y + _CUBE[1], x : x + _CUBE[2]].ravel()
                 (whole if cube.size == TILE_KEYS else ragged).append(cube)
-    outside = np.concatenate([np.arange(first), np.arange(first + tokens.size, count)])
-    return torch.from_numpy(np.concatenate([*whole, *ragged, outside]).astype(np.int64))
+    inside = torch.from_numpy(np.concatenate([*whole, *ragged]).astype(np.int64))
+    return torch.cat([inside, outside_grid(grid, count)])
+
+
+def outside_grid(grid: Grid, count: int) -> Tensor:
+    """The tokens before and behind the grid."""
+    first, *extent = grid
+    return torch.cat([torch.arange(first), torch.arange(first + prod(extent), count)])

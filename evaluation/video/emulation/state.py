@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -33,9 +34,12 @@ class EmulatedState:
         return (numerics if todo.smooth else replace(numerics, mean_rows=0)), self._order
 
     def _regroup(self, v: Tensor) -> None:
-        heads = v.float().flatten(0, 1)
+        first, *extent = self._grid
+        heads = v[:, :, first : first + prod(extent)].float().flatten(0, 1)
         before = self._centroids or [None] * len(heads)
         with torch.no_grad(), torch.autocast(v.device.type, enabled=False):
             results = [grouping.order_values(head, self._numerics, old) for head, old in zip(heads, before)]
-        self._order = torch.stack([order for order, _ in results]).unflatten(0, v.shape[:2])
+        video = first + torch.stack([order for order, _ in results]).unflatten(0, v.shape[:2])
+        outside = grouping.outside_grid(self._grid, v.shape[2]).to(v.device).expand(*v.shape[:2], -1)
+        self._order = torch.cat([video, outside], -1)
         self._centroids = [centroids for _, centroids in results]

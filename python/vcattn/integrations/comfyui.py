@@ -109,6 +109,7 @@ class Override:
             layout="BHSD",
             layer=layer,
             stream=None if layer is None else (layer, _branch(transformer_options), q.shape[2], k.shape[2]),
+            video=_video(transformer_options, q.shape[2], k.shape[2]),
             attn_mask=mask,
             scale=options.get("scale"),
             enable_gqa=options.get("enable_gqa", False),
@@ -148,6 +149,12 @@ def layer_name(options: dict[str, Any]) -> str | None:
         return ".".join(map(str, (*block, index)))
     kind = options.get("block_type")
     return f"{kind}_blocks.{index}" if kind else f"blocks.{index}"
+
+
+def _video(options: dict[str, Any], num_queries: int, num_keys: int) -> tuple[int, int] | None:
+    """The image or video of self-attention, as Session.attend takes it, in models that tell the slice (img_slice)."""
+    first, end = options.get("img_slice") or (0, 0)
+    return (first, end - first) if num_queries == num_keys and 0 <= first < end <= num_keys else None
 
 
 def _branch(options: dict[str, Any]) -> Hashable:

@@ -32,6 +32,9 @@ _DENOISERS = ("transformer", "transformer_2", "unet")  # of pipelines; Wan2.2 ha
 # Processors whose mask, [batch, 1, tokens, tokens], admits a pair where both tokens are admitted. Its diagonal is the
 # mask of keys, and rows of tokens that are not admitted are never read.
 _PAIRWISE_MASKS = ("HunyuanVideo15AttnProcessor2_0",)
+# Processors that join text to the module's hidden states, the video: in front of it or behind it.
+_TEXT_FIRST = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
+_TEXT_LAST = ("HunyuanVideoAttnProcessor2_0", "HunyuanVideo15AttnProcessor2_0")
 
 
 class _Place(threading.local):
@@ -41,6 +44,15 @@ class _Place(threading.local):
     branch: int = 0  # number of the denoiser's call within the step: the CFG branch where those are separate calls
     layer: str | None = None  # its path, after the expert's name if that is not the first
     pairwise_mask: bool = False
+    video_tokens: int = 0  # of the layer's call; 0: not known
+    text_first: bool = False
+
+    def video(self, num_keys: int) -> tuple[int, int] | None:
+        """The video among the keys of a call, as Session.attend takes it."""
+        text = num_keys - self.video_tokens
+        if self.video_tokens == 0 or text <= 0:
+            return None
+        return (text if self.text_first else 0), self.video_tokens
 
 
 _place = _Place()
@@ -109,6 +121,7 @@ def _backend(
         native,
         layer=_place.layer,
         stream=None if _place.layer is None else (_place.layer, _place.branch),
+        video=_place.video(key.shape[1]),
         attn_mask=mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -187,8 +200,7 @@ class attach:  # noqa: N801  (reads as a function: `with attach(pipe): ...`)
                 raise UnsupportedError("vcattn does not support diffusers' context parallelism")
             if hasattr(processor, "_attention_backend"):
                 self._set_backend(processor, member)
-            pairwise = type(processor).__name__ in _PAIRWISE_MASKS
-            self._hook_layer(module, prefix + name, pairwise)
+            self._hook_layer(module, prefix + name, type(processor).__name__)
         self._hook_denoiser(model, expert)
 
     def _set_backend(self, processor: Any, member: Any) -> None:
@@ -203,16 +215,21 @@ class attach:  # noqa: N801  (reads as a function: `with attach(pipe): ...`)
         processor._attention_backend = member
         self._undo.append(undo)
 
-    def _hook_layer(self, module: torch.nn.Module, name: str, pairwise: bool) -> None:
-        def enter(module: torch.nn.Module, args: Any) -> None:
+    def _hook_layer(self, module: torch.nn.Module, name: str, processor: str) -> None:
+        pairwise, joins_text = processor in _PAIRWISE_MASKS, processor in _TEXT_FIRST + _TEXT_LAST
+
+        def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling():
                 _place.layer, _place.pairwise_mask = name, pairwise
+                if joins_text:
+                    _place.video_tokens = (args[0] if args else kwargs["hidden_states"]).shape[1]
+                    _place.text_first = processor in _TEXT_FIRST
 
         def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling():
-                _place.layer, _place.pairwise_mask = None, False
+                _place.layer, _place.pairwise_mask, _place.video_tokens = None, False, 0
 
-        self._undo.append(module.register_forward_pre_hook(enter).remove)
+        self._undo.append(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         self._undo.append(module.register_forward_hook(leave, always_call=True).remove)
 
     def _hook_denoiser(self, model: ModelMixin, expert: str) -> None:
@@ -298,6 +315,7 @@ class _DirectCalls:
             layout="BHSD",
             layer=_place.layer,
             stream=(_place.layer, _place.branch),
+            video=_place.video(key.shape[2]),
             attn_mask=attn_mask,
             dropout_p=dropout_p,
             is_causal=is_causal,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import torch_op
+from .._call import recipe_facts
 from .._torch_arrays import NO_BACKWARD, needs_gradient
 from ..attention import attention
 from ..errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
@@ -63,6 +64,7 @@ class Session:
         layout: str = "BSHD",
         layer: str | None = None,
         stream: tuple[Hashable, ...] | None = None,
+        video: tuple[int, int] | None = None,
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
@@ -73,10 +75,12 @@ class Session:
         """The host's call: served, or answered by `native()` and counted.
 
         layer: its name, for the policy. stream: its key, for the state: layer, branch, expert ...; None: no state.
+        video: number of the first video token among the keys, and of video tokens; the others are text, which is kept
+            out of the video's order. None: not known.
         attn_mask: as in scaled_dot_product_attention. Other arguments: as in vcattn.attention.
         """
         if torch.compiler.is_compiling():
-            layer = stream = None  # constants of the graph: they would be those of the call that was traced
+            layer = stream = video = None  # constants of the graph: they would be those of the call that was traced
         heads_axis, tokens_axis = (1, 2) if layout == "BHSD" else (2, 1)
         sizes = (q.shape[0], q.shape[heads_axis], q.shape[tokens_axis], k.shape[tokens_axis])
         step = None if torch.compiler.is_compiling() else self.step
@@ -102,6 +106,8 @@ class Session:
             return_lse=return_lse,
             allow_nonfinite=True,
         )
+        if video is not None and recipe_facts(choice.recipe).order is not None:  # cubes need more than the number
+            options.update(grid=(video[0], 1, 1, video[1]))
         if torch.compiler.is_compiling():
             _note_served(self)
             return attention(q, k, v, **options)

@@ -49,7 +49,7 @@ TEST(Sm90aPlan, EveryServedRecipeHasAKernel) {
   }
 }
 
-// By recipe, by channels as stored, and later where the call groups.
+// By recipe and channels as stored, and no sooner where the call groups.
 TEST(Sm90aPlan, EveryServedRecipeHasABreakEvenLength) {
   for (const char* name : {"accurate", "exact", "fast", "vsmooth8"}) {
     for (const int64_t dim : {8, 64, 65, 128}) {
@@ -62,7 +62,7 @@ TEST(Sm90aPlan, EveryServedRecipeHasABreakEvenLength) {
         ASSERT_EQ(d.choose(config, text), VCATTN_OK) << text;
         const int64_t ordered = sm90a::break_even_seqlen(config, false);
         EXPECT_GT(ordered, 0);
-        EXPECT_GT(sm90a::break_even_seqlen(config, true), ordered);
+        EXPECT_GE(sm90a::break_even_seqlen(config, true), ordered);
         EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
         d.params.recipe.v_order = VCATTN_ORDER_CHAIN;
         EXPECT_EQ(sm90a::break_even_seqlen(d.problem), sm90a::break_even_seqlen(config, true));

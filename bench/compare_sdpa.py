@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Whole calls of vcattn beside torch's scaled_dot_product_attention (cuDNN and FlashAttention, BF16), in one process.
+"""Whole calls of vcattn beside torch's scaled_dot_product_attention (cuDNN and FlashAttention, BF16), in one process;
+with --flash-attention-3 also beside FlashAttention-3 in BF16, where its Python package is installed.
 
 Every round runs each contender once, one behind the other on one stream; CUDA events take the times, and while a round
 runs the next is queued, so that the device never waits for Python. Random normal tensors in [batch, seqlen, num_heads,
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import statistics
@@ -39,6 +41,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
 from vcattn import _abi, _library  # noqa: E402
 
 BASELINE = "sdpa cudnn"
+FLASH_ATTENTION_3 = "flash attention 3"
+# Its interface, by the name that its own build gives it, and by that of the forward-only wheel fa3-fwd.
+FLASH_ATTENTION_3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 SDPA = {BASELINE: SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -91,7 +96,8 @@ class Tensors(NamedTuple):
 
 class Contender(NamedTuple):
     name: str
-    run: Callable[[], Any]  # queues one call; torch's return the output, vcattn's write Tensors.out
+    # Queues one call; vcattn's write Tensors.out, others return theirs: [batch, seqlen_q, num_heads, head_dim].
+    run: Callable[[], Any]
 
 
 def abi_tensor(x: torch.Tensor) -> _abi.Tensor:
@@ -99,9 +105,9 @@ def abi_tensor(x: torch.Tensor) -> _abi.Tensor:
 
 
 class Vcattn:
-    """Calls of one recipe on one set of tensors, with memory of its own."""
+    """Calls of one recipe on one set of tensors, with memory of its own. `groups`: each call makes its own order."""
 
-    def __init__(self, library: ctypes.CDLL, recipe: str, tensors: Tensors):
+    def __init__(self, library: ctypes.CDLL, recipe: str, tensors: Tensors, *, groups: bool = False):
         self.library, self.tensors = library, tensors
         self.message = _abi.Message()
         self.params = _abi.AttentionParams()
@@ -118,10 +124,11 @@ class Vcattn:
         clusters = self.params.recipe.grouping.clusters
         self.centroids = torch.empty((batch, heads, clusters, dim), dtype=torch.float32, device="cuda")
         grouping = self._bytes(library.vcattn_group_workspace_size)
-        self.params.permutation = self.permutation.data_ptr()
+        self.params.permutation = None if groups else self.permutation.data_ptr()
         self.workspace_bytes = self._bytes(library.vcattn_attention_workspace_size)
         self.workspace = torch.empty(max(grouping, self.workspace_bytes), dtype=torch.uint8, device="cuda")
-        self.group(warm=False)
+        if not groups:
+            self.group(warm=False)
 
     def _check(self, code: int) -> None:
         _library.check(code, self.message)
@@ -161,9 +168,33 @@ def sdpa_contenders(tensors: Tensors) -> list[Contender]:
 
     def call(backend: SDPBackend) -> torch.Tensor:
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+            out = scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+            return out.transpose(1, 2)
 
     return [Contender(name, lambda backend=backend: call(backend)) for name, backend in SDPA.items()]
+
+
+def flash_attention_3() -> tuple[Callable[..., Any] | None, str]:
+    """Its flash_attn_func and the module it is from; or None, and why."""
+    reasons = []
+    for name in FLASH_ATTENTION_3_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:  # absent, or built for another torch
+            reasons.append(f"{name}: {error}")
+            continue
+        if (function := getattr(module, "flash_attn_func", None)) is not None:
+            return function, name
+        reasons.append(f"{name}: has no flash_attn_func")
+    return None, "; ".join(reasons)
+
+
+def flash_attention_3_contender(function: Callable[..., Any], tensors: Tensors) -> Contender:
+    def call() -> torch.Tensor:
+        result = function(tensors.q, tensors.k, tensors.v)
+        return result[0] if isinstance(result, tuple) else result  # some versions return the lse, too
+
+    return Contender(FLASH_ATTENTION_3, call)
 
 
 def vcattn_contenders(library: ctypes.CDLL, recipe: str, tensors: Tensors) -> list[Contender]:
@@ -182,10 +213,17 @@ def read_clocks() -> dict[str, float] | None:
         return None
 
 
-def interleave(contenders: list[Contender], rounds: int) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
-    """Milliseconds of each contender, one a round, and readings of the clocks while rounds ran."""
+def interleave(
+    contenders: list[Contender], rounds: int, idle_cycles: int = 0
+) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
+    """Milliseconds of each contender, one a round, and readings of the clocks while rounds ran.
+
+    idle_cycles: so long the device idles before each round, for calls so short that the host would fall behind.
+    """
 
     def queue_round() -> list[torch.cuda.Event]:
+        if idle_cycles:
+            torch.cuda._sleep(idle_cycles)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(contenders) + 1)]
         events[0].record()
         for contender, event in zip(contenders, events[1:]):
@@ -222,7 +260,7 @@ def usable(contenders: list[Contender], tensors: Tensors) -> tuple[list[Contende
         except RuntimeError as error:
             refused[contender.name] = str(error).splitlines()[0]
             continue
-        out = tensors.out if result is None else result.transpose(1, 2)
+        out = tensors.out if result is None else result
         if contender.name == BASELINE:
             baseline = out
         elif baseline is not None:
@@ -244,9 +282,13 @@ def tool_kernels(tool: str, shape: Shape, recipes: list[str], rounds: int) -> di
         return json.loads(Path(path).read_text())
 
 
-def compare(library: ctypes.CDLL, shape: Shape, recipes: list[str], rounds: int) -> dict[str, Any]:
+def compare(
+    library: ctypes.CDLL, shape: Shape, recipes: list[str], rounds: int, flash3: Callable[..., Any] | None
+) -> dict[str, Any]:
     tensors = Tensors.random(shape)
     contenders = sdpa_contenders(tensors)
+    if flash3 is not None:
+        contenders.append(flash_attention_3_contender(flash3, tensors))
     for recipe in recipes:
         contenders += vcattn_contenders(library, recipe, tensors)
     contenders, refused, distances = usable(contenders, tensors)
@@ -268,14 +310,16 @@ def table(result: dict[str, Any], kernels: dict[str, Any] | None) -> str:
     if kernels is not None:
         for recipe in kernels["cases"][0]["recipes"]:
             rows[f"{recipe['name']}, kernel (tool)"] = recipe["parts"][0]["samples_ms"]
-    baseline = result["median_ms"].get(BASELINE)
-    lines = [f"{'':28}{'median ms':>11}{'min ms':>11}{'max ms':>11}{'TFLOP/s':>9}{'x cudnn':>9}{'rel L2':>9}"]
+    baselines = {"x cudnn": result["median_ms"].get(BASELINE), "x fa3": result["median_ms"].get(FLASH_ATTENTION_3)}
+    baselines = {header: time for header, time in baselines.items() if time}
+    ratios = "".join(f"{header:>9}" for header in baselines)
+    lines = [f"{'':28}{'median ms':>11}{'min ms':>11}{'max ms':>11}{'TFLOP/s':>9}{ratios}{'rel L2':>9}"]
     for name, times in rows.items():
         middle = statistics.median(times)
-        ratio = f"{baseline / middle:.2f}" if baseline else ""
+        ratios = "".join(f"{time / middle:9.2f}" for time in baselines.values())
         distance = result["relative_l2_to_cudnn"].get(name)
         line = f"{name:28}{middle:11.3f}{min(times):11.3f}{max(times):11.3f}{result['flops'] / middle / 1e9:9.0f}"
-        lines.append(f"{line}{ratio:>9}" + (f"{distance:9.4f}" if distance is not None else ""))
+        lines.append(f"{line}{ratios}" + (f"{distance:9.4f}" if distance is not None else ""))
     lines += [f"{name}: refused: {reason}" for name, reason in result["refused"].items()]
     readings = result["clocks"]["running"]
     if readings:
@@ -292,6 +336,7 @@ def main() -> None:
     parser.add_argument("--tool", help="the program vcattn, to time the kernels alone too")
     parser.add_argument("--shape", type=Shape.parse, action="append", help="repeatable [1x75600x75600x40x40x128]")
     parser.add_argument("--recipe", action="append", help="repeatable [accurate, fast]")
+    parser.add_argument("--flash-attention-3", action="store_true", help="also FlashAttention-3, if it is installed")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=Path, help="write all samples to a path")
     options = parser.parse_args()
@@ -302,6 +347,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("compare_sdpa: torch finds no CUDA device")
     library = _library.load(options.library or _library.path())
+    flash3, flash3_source = flash_attention_3() if options.flash_attention_3 else (None, "")
 
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -310,12 +356,15 @@ def main() -> None:
         "cudnn": torch.backends.cudnn.version(),
         "vcattn": library.vcattn_version().decode(),
         "rounds": options.rounds,
+        "flash_attention_3": flash3_source,
         "cases": [],
     }
+    if options.flash_attention_3:
+        print(f"{FLASH_ATTENTION_3}: " + (f"not timed: {flash3_source}" if flash3 is None else flash3_source))
     print(", ".join(f"{key} {report[key]}" for key in ("device", "torch", "cuda", "cudnn", "vcattn")))
     for shape in shapes:
         with torch.inference_mode():
-            result = compare(library, shape, recipes, options.rounds)
+            result = compare(library, shape, recipes, options.rounds, flash3)
         torch.cuda.empty_cache()  # the tool takes memory of its own
         kernels = tool_kernels(options.tool, shape, recipes, options.rounds) if options.tool else None
         report["cases"].append({**result, "tool": kernels})

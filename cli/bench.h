@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct BenchOptions {
   std::vector<BenchShape> shapes;
   std::vector<vcattn_recipe> recipes;
   int rounds;
+  bool unfused;  // bench_call: time preparation kernel by kernel through memory, too
 };
 
 // One timed piece of work.
@@ -38,6 +40,11 @@ struct BenchRecipe {
   size_t grouping_workspace_bytes;  // of vcattn_group; 0 where it was not called
   std::string not_grouped;          // why it was not called; empty where it was
   std::vector<BenchPart> parts;
+  // Places of what is compared among the parts: preparation as calls run it, and every step of it through memory.
+  struct Fusion {
+    size_t fused, unfused;
+  };
+  std::optional<Fusion> fusion = std::nullopt;
 };
 
 struct BenchCase {

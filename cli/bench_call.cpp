@@ -16,7 +16,7 @@ namespace {
 // in memory of its own.
 class RecipeBench {
  public:
-  RecipeBench(const BenchTensors& tensors, const vcattn_recipe& recipe)
+  RecipeBench(const BenchTensors& tensors, const vcattn_recipe& recipe, bool unfused)
       : ordering_(tensors.params(recipe)), sequence_(ordering_) {
     sequence_.recipe.v_order = VCATTN_ORDER_SEQUENCE;
     result_ = {.name = recipe.name,
@@ -24,7 +24,8 @@ class RecipeBench {
                .workspace_bytes = 0,
                .grouping_workspace_bytes = 0,
                .not_grouped = why_not_grouped(),
-               .parts = {}};
+               .parts = {},
+               .fusion = {}};
     const bool groups = result_.not_grouped.empty();
     ordered_ = groups ? ordering_ : sequence_;
     if (groups) make_room_for_groups();
@@ -34,6 +35,7 @@ class RecipeBench {
     split_->use_workspace(*workspace_);
     if (groups) add_grouping();
     add_stages();
+    if (unfused) add_unfused();
     add_calls(groups);
   }
 
@@ -103,8 +105,26 @@ class RecipeBench {
     add("prepare: k", 0, split.key_bytes(), [&split] { split.run(sm90a::prepare_keys); });
     add("prepare: v", 0, split.value_bytes(), [&split] { split.run(sm90a::prepare_values); });
     add("prepare: q", 0, split.query_bytes(), [&split] { split.run(sm90a::prepare_queries); });
+    prepare_ = launches_.size();
     add("prepare", 0, prepared, [&split] { split.prepare(); });
     add("attention", attention_flops(ordered_), split.attention_bytes(), [&split] { split.attention(); });
+  }
+
+  // Its steps one by one, then all of them. Operands are those of the fused stages bit for bit, so that whatever runs
+  // behind finds the same.
+  void add_unfused() {
+    intermediates_.emplace(split_->unfused_workspace_bytes());
+    double bytes = 0;
+    const std::vector<UnfusedStep> steps = split_->unfused_steps(*intermediates_);
+    for (const UnfusedStep& step : steps) {
+      bytes += step.bytes;
+      add(std::string("unfused ") + step.name, 0, step.bytes, [step] { check_cuda(step.launch(), step.name); });
+    }
+    result_.fusion = {prepare_, result_.parts.size()};
+    add("unfused chain", 0, bytes, [this, steps] {
+      split_->run(sm90a::prepare_sequences);
+      for (const UnfusedStep& step : steps) check_cuda(step.launch(), step.name);
+    });
   }
 
   void add_calls(bool groups) {
@@ -124,9 +144,10 @@ class RecipeBench {
   vcattn_attention_params sequence_;  // the same in the order of the sequence
   vcattn_attention_params ordered_;   // the same with the permutation given, where it can be made
   BenchRecipe result_;
-  std::optional<DeviceMemory> permutation_, centroids_, workspace_;
+  std::optional<DeviceMemory> permutation_, centroids_, workspace_, intermediates_;
   std::optional<SplitCall> split_;
   std::vector<std::function<void()>> launches_;  // of result_.parts
+  size_t prepare_ = 0;                           // among them
 };
 
 BenchCase measure(const BenchShape& shape, const BenchOptions& options, const Card& card, const Stream& stream,
@@ -135,7 +156,7 @@ BenchCase measure(const BenchShape& shape, const BenchOptions& options, const Ca
   std::vector<std::unique_ptr<RecipeBench>> recipes;
   size_t num_steps = 0;
   for (const vcattn_recipe& recipe : options.recipes) {
-    recipes.push_back(std::make_unique<RecipeBench>(tensors, recipe));
+    recipes.push_back(std::make_unique<RecipeBench>(tensors, recipe, options.unfused));
     num_steps = std::max(num_steps, recipes.back()->num_steps());
   }
   // Part by part rather than recipe by recipe: a card at its power limit takes tenths of a second to settle after the

@@ -32,13 +32,14 @@ struct CommandOptions {
   std::vector<std::string> recipes = {"accurate", "fast"};
   std::vector<std::string> changes;
   int rounds = 11;
+  bool unfused = false;
   std::string json;
 };
 
 using Measure = BenchResult (*)(const BenchOptions&);
 
 void run_bench(const CommandOptions& options, const char* command, Measure measure, bool shows_bytes) {
-  BenchOptions bench = {.shapes = options.shapes, .recipes = {}, .rounds = options.rounds};
+  BenchOptions bench = {.shapes = options.shapes, .recipes = {}, .rounds = options.rounds, .unfused = options.unfused};
   if (bench.shapes.empty()) bench.shapes.push_back(preset_by_name("wan2.2-720p"));
   for (const std::string& name : options.recipes) bench.recipes.push_back(make_recipe(name, options.changes));
   if (!options.json.empty() && options.json != "-") check_output_folder(options.json);
@@ -48,7 +49,7 @@ void run_bench(const CommandOptions& options, const char* command, Measure measu
 }
 
 void add_one(CLI::App& bench, const char* name, const char* command_name, const char* description, Measure measure,
-             bool shows_bytes) {
+             bool is_call) {
   const auto options = std::make_shared<CommandOptions>();
   CLI::App* command = bench.add_subcommand(name, description);
   command
@@ -77,7 +78,11 @@ void add_one(CLI::App& bench, const char* name, const char* command_name, const 
       ->check(CLI::Range(1, 10000))
       ->capture_default_str();
   command->add_option("--json", options->json, "write all samples to a path, or to standard output with -");
-  command->callback([=] { run_bench(*options, command_name, measure, shows_bytes); });
+  if (is_call) {
+    command->add_flag("--unfused", options->unfused,
+                      "also prepare with every step a kernel of its own through memory, and time its steps");
+  }
+  command->callback([=] { run_bench(*options, command_name, measure, is_call); });
 }
 
 }  // namespace

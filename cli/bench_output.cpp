@@ -116,6 +116,24 @@ std::string workspace_text(const BenchRecipe& recipe, const BenchShape& shape) {
   return text + "\n";
 }
 
+// How many times longer than `prepare` the unfused chain takes, and how many times more bytes it moves.
+struct FusionRatios {
+  double time, bytes;
+};
+FusionRatios fusion_ratios(const BenchRecipe& recipe) {
+  const BenchPart& fused = recipe.parts[recipe.fusion->fused];
+  const BenchPart& unfused = recipe.parts[recipe.fusion->unfused];
+  return {median(unfused.milliseconds) / median(fused.milliseconds), unfused.bytes / fused.bytes};
+}
+
+std::string fusion_text(const BenchRecipe& recipe) {
+  if (!recipe.fusion) return "";
+  const FusionRatios ratios = fusion_ratios(recipe);
+  return fmt::format(
+      "{}: the unfused chain takes {:.2f} times as long as {}, and moves {:.2f} times the bytes that must move\n",
+      recipe.name, ratios.time, recipe.parts[recipe.fusion->fused].name, ratios.bytes);
+}
+
 Json clocks_json(const std::vector<ClockReading>& readings) {
   Json json = Json::array();
   for (const ClockReading& r : readings) {
@@ -165,6 +183,10 @@ Json recipe_json(const BenchRecipe& recipe, const BenchShape& shape) {
                {"workspace_of_qkv", static_cast<double>(recipe.workspace_bytes) / qkv_bytes(shape)},
                {"grouping_workspace_bytes", recipe.grouping_workspace_bytes},
                {"not_grouped", recipe.not_grouped}};
+  if (recipe.fusion) {
+    const FusionRatios ratios = fusion_ratios(recipe);
+    json["unfused_of_fused"] = {{"time", ratios.time}, {"bytes", ratios.bytes}};
+  }
   json["parts"] = Json::array();
   for (const BenchPart& part : recipe.parts) json["parts"].push_back(part_json(part));
   return json;
@@ -185,7 +207,7 @@ std::string bench_text(const BenchResult& result, bool shows_bytes, bool color) 
                         result.rounds);
     if (!shows_bytes) text += recipes_table(c, color);
     for (const BenchRecipe& recipe : c.recipes) {
-      if (shows_bytes) text += workspace_text(recipe, c.shape) + parts_table(recipe, color);
+      if (shows_bytes) text += workspace_text(recipe, c.shape) + parts_table(recipe, color) + fusion_text(recipe);
     }
     text += clocks_text(result.machine, c.clocks);
   }

@@ -1,5 +1,7 @@
 #include "bench_split.h"
 
+#include <fmt/format.h>
+
 #include <stdexcept>
 
 #include "arch/sm90a/support.h"
@@ -62,9 +64,7 @@ void SplitCall::use_workspace(const DeviceMemory& workspace) {
   plan_ = sm90a::make_plan(problem_, kernel_->config, workspace.as<std::byte>());
 }
 
-void SplitCall::run(Stage stage) const {
-  check_cuda(stage({problem_, params_.recipe, plan_.qkv, plan_.prepare, stream()}), "preprocessing");
-}
+void SplitCall::run(Stage stage) const { check_cuda(stage(prepare_call()), "preprocessing"); }
 
 void SplitCall::prepare() const {
   check_cuda(sm90a::prepare(problem_, plan_.qkv, plan_.prepare, stream()), "preprocessing");
@@ -72,6 +72,21 @@ void SplitCall::prepare() const {
 
 void SplitCall::attention() const {
   check_cuda(sm90a::launch_attention(*kernel_, sm90a::attention_params(problem_, plan_.qkv), stream()), "attention");
+}
+
+size_t SplitCall::unfused_workspace_bytes() const {
+  if (const char* reason = unfused_unsupported(problem_); reason != nullptr) {
+    throw Refusal(fmt::format("bench: the unfused chain {}; recipe {}, head_dim {}", reason, params_.recipe.name,
+                              problem_.head_dim));
+  }
+  Arena arena(nullptr);
+  take_unfused_scratch(problem_, plan_.qkv, arena);
+  return arena.used();
+}
+
+std::vector<UnfusedStep> SplitCall::unfused_steps(const DeviceMemory& memory) const {
+  Arena arena(memory.as<std::byte>());
+  return cli::unfused_steps(prepare_call(), take_unfused_scratch(problem_, plan_.qkv, arena));
 }
 
 double SplitCall::permutation_bytes() const {

@@ -6,6 +6,7 @@
 #include "arch/sm90a/attention.h"
 #include "arch/sm90a/plan.h"
 #include "bench_device.h"
+#include "bench_unfused.h"
 #include "core/validate.h"
 #include "preprocess/stages.h"
 
@@ -42,6 +43,11 @@ class SplitCall {
   void prepare() const;
   void attention() const;
 
+  // The unfused chain behind prepare_sequences, with memory for its intermediates. Throws Refusal where it does not
+  // serve the call.
+  size_t unfused_workspace_bytes() const;
+  std::vector<UnfusedStep> unfused_steps(const DeviceMemory& memory) const;
+
   // Bytes that each reads and writes at least: every operand once, however often a stage goes over it.
   double key_bytes() const;
   double value_bytes() const;
@@ -50,6 +56,7 @@ class SplitCall {
   double call_bytes() const;  // all of them together
 
  private:
+  sm90a::PrepareCall prepare_call() const { return {problem_, params_.recipe, plan_.qkv, plan_.prepare, stream()}; }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(params_.stream); }
   double query_operand_bytes() const;
   double key_operand_bytes() const;

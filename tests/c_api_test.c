@@ -58,6 +58,7 @@ int main(void) {
   vcattn_schedule_step step;
   vcattn_recipe recipe;
   size_t bytes = 0;
+  int64_t break_even = -1;
   void* workspace;
   int i, h, d;
 
@@ -85,6 +86,9 @@ int main(void) {
     }
   }
 
+  CHECK(vcattn_break_even_seqlen(&params, &break_even, &message) == VCATTN_OK && break_even == 0);
+  CHECK(vcattn_break_even_seqlen(&params, NULL, &message) == VCATTN_INVALID_ARGUMENT);
+  CHECK(strcmp(message.text, "seqlen is NULL") == 0);
   CHECK(vcattn_attention(&params, workspace, bytes - 1, &message) == VCATTN_WORKSPACE_TOO_SMALL);
   CHECK(strstr(message.text, "workspace holds") != NULL);
   CHECK(vcattn_attention(&params, workspace, bytes - 1, NULL) == VCATTN_WORKSPACE_TOO_SMALL);

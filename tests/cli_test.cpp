@@ -748,6 +748,18 @@ TEST(Bench, TablesAndJsonHoldMediansAndSamples) {
   EXPECT_EQ(report["machine"]["nvml"]["found"], false);
 }
 
+TEST(Bench, ComparesTheUnfusedChain) {
+  cli::BenchResult result = bench_result();
+  cli::BenchRecipe& recipe = result.cases[0].recipes[0];
+  recipe.parts.push_back({"unfused chain", 0, 24.6e9, {26.0, 24.0, 30.0, 20.0}});  // 25 ms; prepare takes 5
+  recipe.fusion = {.fused = 1, .unfused = 2};
+  const std::string text = cli::bench_text(result, true, false);
+  const char* line = "accurate: the unfused chain takes 5.00 times as long as prepare, and moves 3.00 times the bytes";
+  EXPECT_NE(text.find(line), std::string::npos) << text;
+  const json report = json::parse(cli::bench_json(result, "bench call").dump());
+  EXPECT_EQ(report["cases"][0]["recipes"][0]["unfused_of_fused"]["time"], 5.0);
+}
+
 // The idle card's reasons before and after are not what held the clocks down.
 TEST(Bench, ClocksAreThoseOfTheWork) {
   cli::BenchResult result = bench_result();
@@ -781,6 +793,25 @@ TEST_F(CliTest, BenchTimesEveryRoundOnACard) {
       }
     }
   }
+}
+
+TEST_F(CliTest, BenchTimesTheUnfusedChainOnACard) {
+  if (const std::string reason = cli::why_no_sm90a(); !reason.empty()) GTEST_SKIP() << reason;
+  const json report = json::parse(
+      run_well({"bench", "call", "--unfused", "--shape", "1x300x700x4x2x64", "--rounds", "3", "--json", "-"}).out);
+  for (const json& recipe : report["cases"][0]["recipes"]) {
+    double bytes = 0.0;  // of the steps
+    for (const json& part : recipe["parts"]) {
+      const std::string name = part["name"];
+      if (name == "unfused chain") {
+        EXPECT_EQ(part["bytes"].get<double>(), bytes);
+      }
+      if (name.starts_with("unfused ")) bytes += part["bytes"].get<double>();
+    }
+    EXPECT_GT(bytes, 0.0);
+    EXPECT_GT(recipe["unfused_of_fused"]["time"].get<double>(), 0.0);
+  }
+  expect_refused({"bench", "call", "--unfused", "--shape", "1x300x700x4x2x96"}, {"takes head_dim 64 or 128"});
 }
 
 }  // namespace

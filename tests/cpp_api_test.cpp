@@ -41,6 +41,9 @@ TEST(CppApi, AttendsWithAGrowingWorkspace) {
     const vcattn::Status status = vcattn::attention(params, workspace);
     ASSERT_TRUE(status.ok()) << status.message;
     for (const float x : out) ASSERT_NEAR(x, 2.0f, 1e-5f);
+    int64_t break_even = -1;
+    EXPECT_TRUE(vcattn::break_even_seqlen(params, break_even).ok());
+    EXPECT_EQ(break_even, 0) << "on the CPU nothing was measured";
   }
 }
 

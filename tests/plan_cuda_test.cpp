@@ -1,5 +1,7 @@
 // What the sm90a back end says before it needs a card: which requests it serves, and the workspace it asks for.
 #include "arch/sm90a/attention.h"
+#include "arch/sm90a/backend.h"
+#include "arch/sm90a/break_even.h"
 #include "arch/sm90a/plan.h"
 #include "arch/sm90a/support.h"
 #include "support.h"
@@ -42,6 +44,31 @@ TEST(Sm90aPlan, EveryServedRecipeHasAKernel) {
         ASSERT_EQ(d.choose(config, text), VCATTN_OK) << name << " " << dim << " " << mean_rows << ": " << text;
         EXPECT_NE(sm90a::find_kernel(config), nullptr) << name << " " << dim << " " << mean_rows;
         EXPECT_GE(config.head_dim, dim);
+      }
+    }
+  }
+}
+
+// By recipe and channels as stored, and no sooner where the call groups.
+TEST(Sm90aPlan, EveryServedRecipeHasABreakEvenLength) {
+  for (const char* name : {"accurate", "exact", "fast", "vsmooth8"}) {
+    for (const int64_t dim : {8, 64, 65, 128}) {
+      for (const int32_t mean_rows : {0, 128}) {
+        SCOPED_TRACE(std::string(name) + " " + std::to_string(dim) + " " + std::to_string(mean_rows));
+        Described d(1, 100, 100, 1, dim, name);
+        d.params.recipe.mean_rows = mean_rows;
+        sm90a::Config config;
+        std::string text;
+        ASSERT_EQ(d.choose(config, text), VCATTN_OK) << text;
+        const int64_t ordered = sm90a::break_even_seqlen(config, false);
+        EXPECT_GT(ordered, 0);
+        EXPECT_GE(sm90a::break_even_seqlen(config, true), ordered);
+        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
+        d.params.recipe.v_order = VCATTN_ORDER_CHAIN;
+        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), sm90a::break_even_seqlen(config, true));
+        const int32_t permutation = 0;
+        d.params.permutation = &permutation;
+        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
       }
     }
   }

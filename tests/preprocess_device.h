@@ -288,8 +288,12 @@ struct DeviceResult {
   sm90a::QuantizedQkv qkv;
 };
 
-// Runs prepare(); with `captured` through a CUDA graph.
-inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_problem, bool captured = false) {
+using Prepare =
+    std::function<cudaError_t(const Problem&, const sm90a::QuantizedQkv&, const sm90a::PrepareScratch&, cudaStream_t)>;
+
+// Runs `prepare`; with `captured` through a CUDA graph.
+inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_problem, bool captured = false,
+                                      const Prepare& prepare = sm90a::prepare) {
   const auto q = inputs.q.to_device(), k = inputs.k.to_device(), v = inputs.v.to_device();
   const DeviceBytes mask(inputs.mask.data(), inputs.mask.size());
   const DeviceBytes permutation(inputs.permutation.data(), inputs.permutation.size() * sizeof(int32_t));
@@ -322,7 +326,7 @@ inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-    check(sm90a::prepare(problem, qkv, scratch, stream));
+    check(prepare(problem, qkv, scratch, stream));
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&executable, graph, 0));
     // A second launch must not depend on what the first one left.
@@ -331,7 +335,7 @@ inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_
     check(cudaGraphExecDestroy(executable));
     check(cudaGraphDestroy(graph));
   } else {
-    check(sm90a::prepare(problem, qkv, scratch, stream));
+    check(prepare(problem, qkv, scratch, stream));
     check(cudaStreamSynchronize(stream));
   }
   check(cudaStreamDestroy(stream));
@@ -523,13 +527,13 @@ inline void compare_values(const Comparison& c) {
   }
 }
 
-inline void compare(const Case& c, bool captured = false) {
+inline void compare(const Case& c, bool captured = false, const Prepare& prepare = sm90a::prepare) {
   Inputs inputs(c);
   Problem problem;
   vcattn_message message{};
   ASSERT_EQ(validate_attention(&inputs.params, problem, &message), VCATTN_OK) << message.text;
   const CpuResult expected = prepare_on_cpu(problem);
-  const DeviceResult found = prepare_on_device(inputs, problem, captured);
+  const DeviceResult found = prepare_on_device(inputs, problem, captured, prepare);
   if (::testing::Test::HasFatalFailure()) return;
   for (int64_t s = 0; s < problem.num_sequences; ++s) {
     const Comparison comparison = {

@@ -270,6 +270,13 @@ VCATTN_API vcattn_code vcattn_attention_workspace_size(const vcattn_attention_pa
 VCATTN_API vcattn_code vcattn_attention(const vcattn_attention_params* params, void* workspace, size_t workspace_bytes,
                                         vcattn_message* message);
 
+/* Up to how many queries or keys BF16 attention is the faster choice: measured on the back end's card, this call and
+ * BF16 attention as whole calls on the same shape. Calls that small are served all the same: who calls chooses.
+ * Follows the recipe, head_dim, and whether a permutation is given (else the call groups), not the lengths in `params`.
+ * 0 where nothing was measured: the CPU's back end is a reference. */
+VCATTN_API vcattn_code vcattn_break_even_seqlen(const vcattn_attention_params* params, int64_t* seqlen,
+                                                vcattn_message* message);
+
 /* ---- grouping ----------------------------------------------------------------------------------------------- */
 
 /* Computes the order that params->recipe.v_order asks for, from params->v alone (q, k and out are not read).

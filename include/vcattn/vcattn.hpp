@@ -120,6 +120,11 @@ inline Status attention_workspace_size(const vcattn_attention_params& params, si
   return detail::status_of([&](vcattn_message* m) { return vcattn_attention_workspace_size(&params, &bytes, m); });
 }
 
+// Calls of at most `seqlen` queries or keys are faster in BF16.
+inline Status break_even_seqlen(const vcattn_attention_params& params, int64_t& seqlen) {
+  return detail::status_of([&](vcattn_message* m) { return vcattn_break_even_seqlen(&params, &seqlen, m); });
+}
+
 inline Status attention(const vcattn_attention_params& params, std::span<std::byte> workspace) {
   return detail::status_of(
       [&](vcattn_message* m) { return vcattn_attention(&params, workspace.data(), workspace.size(), m); });

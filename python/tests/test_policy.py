@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import addressof, c_int64
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,28 @@ import pytest
 
 import vcattn
 from reference import normal
+from vcattn import _abi, _library
 from vcattn.captures import Capture
-from vcattn.policy import as_policy
+from vcattn.policy import DEFAULT_MIN_SEQLEN, as_policy
 from vcattn.recipe import split_specs
 from vcattn.sensitivity import Measurement, Sensitivity
 
 LONG = {"seqlen_q": 10_000, "seqlen_kv": 10_000}
+
+
+def test_the_default_length_is_the_librarys():
+    sm90a = next(backend for backend in vcattn.backends() if backend.name == "sm90a")
+    if not sm90a.available:
+        pytest.skip(f"needs the back end sm90a: {sm90a.reason}")
+    library, params, message = _library.get(), _abi.AttentionParams(), _abi.Message()
+    library.vcattn_attention_params_init(addressof(params))
+    for i, name in enumerate(("q", "k", "v", "out"), start=1):  # addresses that nothing follows
+        strides = (300 * 2 * 128, 2 * 128, 128, 1)
+        setattr(params, name, _abi.Tensor(i << 30, _abi.BF16, 0, (1, 300, 2, 128), strides))
+    params.permutation, params.memory = 5 << 30, _abi.MEMORY_CUDA
+    seqlen = c_int64()
+    _library.check(library.vcattn_break_even_seqlen(addressof(params), addressof(seqlen), addressof(message)), message)
+    assert seqlen.value == DEFAULT_MIN_SEQLEN
 
 
 def test_first_and_last_steps_and_named_layers_are_native():

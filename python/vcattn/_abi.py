@@ -150,6 +150,7 @@ FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "vcattn_attention_params_init": (None, [c_void_p]),
     "vcattn_attention_workspace_size": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "vcattn_attention": (c_int32, [c_void_p, c_void_p, c_size_t, c_void_p]),
+    "vcattn_break_even_seqlen": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "vcattn_group_workspace_size": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "vcattn_group": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p]),
     "vcattn_schedule_at": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p]),

@@ -62,6 +62,15 @@ vcattn_code vcattn_attention(const vcattn_attention_params* params, void* worksp
   return request.backend->attend(request.problem, workspace, message);
 }
 
+vcattn_code vcattn_break_even_seqlen(const vcattn_attention_params* params, int64_t* seqlen, vcattn_message* message) {
+  Request request = {};
+  const vcattn_code code = plan_attention(params, request, message);
+  if (code != VCATTN_OK) return code;
+  if (seqlen == nullptr) return fail(message, VCATTN_INVALID_ARGUMENT, "seqlen is NULL");
+  *seqlen = request.backend->break_even_seqlen(request.problem);
+  return VCATTN_OK;
+}
+
 vcattn_code vcattn_group_workspace_size(const vcattn_attention_params* params, size_t* bytes, vcattn_message* message) {
   Request request = {};
   return tell_bytes(plan_grouping(params, request, message), request, bytes, message);

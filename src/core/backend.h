@@ -18,6 +18,8 @@ struct Backend {
   // Each refuses what the back end cannot serve, naming the unmet condition.
   vcattn_code (*attention_bytes)(const Problem& problem, size_t& bytes, vcattn_message* message);
   vcattn_code (*attend)(const Problem& problem, void* workspace, vcattn_message* message);
+  // Of a problem that it serves, for vcattn_break_even_seqlen.
+  int64_t (*break_even_seqlen)(const Problem& problem);
   vcattn_code (*group_bytes)(const Problem& problem, size_t& bytes, vcattn_message* message);
   vcattn_code (*group)(const Problem& problem, bool warm, float* centroids, int32_t* permutation, void* workspace,
                        vcattn_message* message);

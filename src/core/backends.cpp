@@ -24,13 +24,14 @@ bool built_without_cuda(vcattn_message* reason) {
 #endif
 
 constexpr Backend kBackends[] = {
-    {"cpu", VCATTN_BACKEND_CPU, VCATTN_MEMORY_HOST, cpu::available, cpu::attention_bytes, cpu::attend, cpu::group_bytes,
-     cpu::group},
+    {"cpu", VCATTN_BACKEND_CPU, VCATTN_MEMORY_HOST, cpu::available, cpu::attention_bytes, cpu::attend,
+     cpu::break_even_seqlen, cpu::group_bytes, cpu::group},
 #if VCATTN_CUDA
     {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, sm90a::available, sm90a::attention_bytes, sm90a::attend,
-     sm90a::group_bytes, sm90a::group},
+     sm90a::break_even_seqlen, sm90a::group_bytes, sm90a::group},
 #else
-    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, built_without_cuda, nullptr, nullptr, nullptr, nullptr},
+    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, built_without_cuda, nullptr, nullptr, nullptr, nullptr,
+     nullptr},
 #endif
 };
 

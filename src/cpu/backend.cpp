@@ -58,6 +58,9 @@ vcattn_code attend(const Problem& problem, void* workspace, vcattn_message* mess
   });
 }
 
+// Slower than any BF16 attention: it is what results are held against.
+int64_t break_even_seqlen(const Problem&) { return 0; }
+
 vcattn_code group_bytes(const Problem& problem, size_t& bytes, vcattn_message*) {
   bytes = make_group_plan(problem, nullptr).bytes;
   return VCATTN_OK;

@@ -77,4 +77,13 @@ __device__ __forceinline__ KeyTile key_tile(const QuantizedQkv& qkv, int unit) {
   return tile;
 }
 
+// Scale of a row of Q under pow2_f16. Codes carry the code units themselves; the product with K's power of two is at
+// least one code unit per raw unit, so that it is an exact FP16 factor.
+template <int kDim>
+__device__ inline Scale pow2_query_scale(const PrepareArgs& a, int64_t slot, float largest) {
+  const int k_exponent = pow2_exponent(__uint_as_float(a.scratch.key_max[slot]), f16_key_max(kDim));
+  const int exponent = max(pow2_exponent(__fmul_rn(largest, a.code_units), kF16QueryMax), -k_exponent);
+  return {__fmul_rn(a.code_units, ldexpf(1.0f, -exponent)), ldexpf(1.0f, exponent)};
+}
+
 }  // namespace vcattn::sm90a

@@ -35,4 +35,19 @@ __device__ __forceinline__ void load_values(const PrepareArgs& a, const KeyTile&
   group.sync();
 }
 
+constexpr int kChunkKeys = kChunkBytes;  // of one channel, whose codes are one chunk
+static_assert(position_of(kChunkKeys) == kChunkKeys, "a chunk's keys stay in it");
+
+// Chunk `chunk` of the ones in row `row` (0..7) under the tile at `tile` of its sequence.
+__device__ __forceinline__ uint4 ones_chunk(int tile, int row, int chunk, int keys) {
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int byte = 0; byte < kChunkBytes; ++byte) {
+    const int key = key_at(byte);  // of the chunk
+    const bool counts = row == 2 * (tile % kSumTiles) + key % 2 && chunk * kChunkKeys + key < keys;
+    words[byte / 4] |= (counts ? uint32_t{kE4m3One} : 0U) << byte % 4 * 8;
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
 }  // namespace vcattn::sm90a

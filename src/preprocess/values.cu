@@ -5,9 +5,6 @@
 namespace vcattn::sm90a {
 namespace {
 
-constexpr int kChunkKeys = kChunkBytes;  // of one channel, whose codes are one chunk
-static_assert(position_of(kChunkKeys) == kChunkKeys, "a chunk's keys stay in it");
-
 // Codes take the place of rows that all threads have read: those of kStepKeys keys at a time, at the beginning of these
 // rows, channel behind channel. Each chunk number shifts by one place, so that neither writing one chunk of many
 // channels nor reading all chunks of one meets bank conflicts.
@@ -95,18 +92,6 @@ __device__ __forceinline__ uint4 quantise_chunk(const PrepareArgs& a, const Colu
   if (a.means_centred) add_errors(a, r, pairs, c);
   // key_at: a word holds keys 2w, 2w + 1, 2w + 8, 2w + 9.
   return {pairs[0] | pairs[4] << 16, pairs[1] | pairs[5] << 16, pairs[2] | pairs[6] << 16, pairs[3] | pairs[7] << 16};
-}
-
-// Chunk `chunk` of the ones in row `row` (0..7) under the tile at `tile` of its sequence.
-__device__ __forceinline__ uint4 ones_chunk(int tile, int row, int chunk, int keys) {
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int byte = 0; byte < kChunkBytes; ++byte) {
-    const int key = key_at(byte);  // of the chunk
-    const bool counts = row == 2 * (tile % kSumTiles) + key % 2 && chunk * kChunkKeys + key < keys;
-    words[byte / 4] |= (counts ? uint32_t{kE4m3One} : 0U) << byte % 4 * 8;
-  }
-  return {words[0], words[1], words[2], words[3]};
 }
 
 // V^T of the tile, then the ones.

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "arch/sm90a/attention.h"
+#include "arch/sm90a/break_even.h"
 #include "arch/sm90a/plan.h"
 #include "arch/sm90a/support.h"
 #include "core/arena.h"
@@ -121,6 +122,12 @@ vcattn_code attend(const Problem& problem, void* workspace, vcattn_message* mess
   status = launch_attention(*kernel, attention_params(problem, plan.qkv), stream);
   if (status != cudaSuccess) return refuse_cuda(status, "attention", message);
   return VCATTN_OK;
+}
+
+int64_t break_even_seqlen(const Problem& problem) {
+  Config config;
+  if (choose_config(problem, config, nullptr) != VCATTN_OK) return 0;
+  return break_even_seqlen(config, make_plan(problem, config, nullptr).groups);
 }
 
 vcattn_code group_bytes(const Problem& problem, size_t& bytes, vcattn_message* message) {

@@ -1,0 +1,39 @@
+// Where this back end's calls overtake BF16 attention. The one home of these lengths: Python's default policy repeats
+// that of `accurate` with an order given (python/vcattn/policy.py), and a test holds the two together.
+#pragma once
+
+#include "arch/sm90a/config.h"
+
+namespace vcattn::sm90a {
+
+// Calls of at most so many queries or keys take longer than torch's BF16 attention (cuDNN's) of the same shape, as
+// whole calls on an H200: the largest of those found for 12, 24 and 40 heads.
+struct BreakEven {
+  Scores scores;
+  Probabilities probabilities;
+  int head_dim;      // as stored
+  int64_t ordered;   // the order of the keys is given, or that of the sequence
+  int64_t grouping;  // the call groups
+};
+
+// Provisional: read off single shapes (docs/benchmarks.md), to be replaced by what bench/break_even.py prints.
+inline constexpr BreakEven kBreakEvens[] = {
+    {Scores::kInt8, Probabilities::kExpCast, 128, 4096, 8192},
+    {Scores::kInt8, Probabilities::kExpCast, 64, 6144, 12288},
+    {Scores::kInt8, Probabilities::kExp2, 128, 8192, 16384},
+    {Scores::kInt8, Probabilities::kExp2, 64, 8192, 16384},
+    {Scores::kE4m3, Probabilities::kExpCast, 128, 4096, 8192},
+    {Scores::kE4m3, Probabilities::kExpCast, 64, 4096, 8192},
+};
+
+// Of a kernel; 0 where none was measured.
+constexpr int64_t break_even_seqlen(const Config& config, bool groups) {
+  for (const BreakEven& row : kBreakEvens) {
+    if (row.scores == config.scores && row.probabilities == config.probabilities && row.head_dim == config.head_dim) {
+      return groups ? row.grouping : row.ordered;
+    }
+  }
+  return 0;
+}
+
+}  // namespace vcattn::sm90a

@@ -24,8 +24,10 @@ def test_a_sound_installation():
     assert "BROKEN" not in text
 
 
-def run(library: Path | str) -> subprocess.CompletedProcess[str]:
-    environment = dict(os.environ, VCATTN_LIBRARY=str(library), PYTHONPATH=os.pathsep.join(sys.path))
+def run(library: Path | str, *first: Path) -> subprocess.CompletedProcess[str]:
+    """`first`: folders whose modules come before those that are installed."""
+    path = os.pathsep.join([*map(str, first), *sys.path])
+    environment = dict(os.environ, VCATTN_LIBRARY=str(library), PYTHONPATH=path)
     command = [sys.executable, "-m", "vcattn", "doctor"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
@@ -54,11 +56,28 @@ def test_undefined_symbol_after_an_upgrade(monkeypatch: pytest.MonkeyPatch):
     assert any(f"is version {_library.version()}; this package was made for 9.9.9" in line for line in lines)
 
 
-def test_wrong_results_are_broken(monkeypatch: pytest.MonkeyPatch):
-    import vcattn.doctor as module
+@pytest.mark.parametrize("reason", ["No module named 'numpy'", "numpy.core.multiarray failed to import"])
+def test_numpy_absent_or_broken(tmp_path: Path, reason: str):
+    """The rest of the report is there, nothing is tried, and the exit code says that the package does not work."""
+    (tmp_path / "numpy.py").write_text(f"raise ImportError({reason!r})")
+    found = run(_library.path(), tmp_path)
+    assert found.returncode == 1 and found.stderr.count("Traceback") == 0, found.stderr
+    assert f"numpy: BROKEN: {reason}" in found.stdout and "self-test" not in found.stdout
+    assert "back end cpu: runs here with" in found.stdout and "\nbroken: numpy" in found.stdout
 
-    attention = module.attention
-    monkeypatch.setattr(module, "attention", lambda q, k, v, **options: attention(q, k, v, **options) * len(options))
+
+def test_without_numpy_what_needs_it_says_so(tmp_path: Path):
+    (tmp_path / "numpy.py").write_text("raise ImportError('gone')")
+    program = "import vcattn; from vcattn import *; print(vcattn.recipe_names()[0]); vcattn.attention"
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout == "accurate\n" and "vcattn.attention needs numpy: gone" in found.stderr, found.stderr
+
+
+def test_wrong_results_are_broken(monkeypatch: pytest.MonkeyPatch):
+    attention = vcattn.attention
+    monkeypatch.setattr(vcattn, "attention", lambda q, k, v, **options: attention(q, k, v, **options) * len(options))
     lines: list[str] = []
     assert doctor(lines.append) == 1 and any("BROKEN cpu self-test" in line for line in lines)
 

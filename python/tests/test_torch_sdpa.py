@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 import warnings
 
 import pytest
@@ -16,6 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 import torch.nn.functional as F  # noqa: E402
 
 import vcattn  # noqa: E402
+from vcattn.overhead import declined_samples  # noqa: E402
 
 TORCH_SDPA = F.scaled_dot_product_attention
 B, H, S, D = 2, 3, 140, 64
@@ -277,19 +277,7 @@ def test_arguments_that_torch_refuses_raise_as_in_torch():
 
 
 def test_short_calls_cost_little():
-    """What the patch adds to a call that it leaves to torch: microseconds, not tens of them."""
-    q, k, v = tensors(1, 1, 77, D)
-
-    def seconds() -> float:
-        best = float("inf")
-        for _ in range(20):
-            start = time.perf_counter()
-            for _ in range(100):
-                F.scaled_dot_product_attention(q, k, v)
-            best = min(best, (time.perf_counter() - start) / 100)
-        return best
-
-    without = seconds()
-    with vcattn.patch_sdpa():
-        patched = seconds()
-    assert patched - without < 6e-6
+    """What the patch adds to a call that it leaves to torch: half a microsecond; more on a busy machine. The least of
+    many, as what else runs only adds, at one token, where torch's own work is least."""
+    plain, patched = map(min, declined_samples(*tensors(1, 1, 1, D)))
+    assert patched - plain < 2e-6, f"{1e6 * plain:.2f} us, patched {1e6 * patched:.2f} us"

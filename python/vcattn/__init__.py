@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ._abi import VERSION as __version__
 from ._library import Backend, backends
-from .attention import attention
 from .errors import (
     Error,
     InternalError,
@@ -22,13 +21,22 @@ from .policy import Choice, Policy
 from .recipe import Recipe, recipe_names
 from .report import Report
 from .schedule import Schedule
-from .sensitivity import Sensitivity, sensitivity
-from .state import State
+
+try:
+    import numpy  # noqa: F401
+except ImportError as error:  # absent or broken: `python -m vcattn doctor` goes on without it, to say so
+    NUMPY_ERROR = str(error)
+else:
+    NUMPY_ERROR = ""
+    from .attention import attention
+    from .sensitivity import Sensitivity, sensitivity
+    from .state import State
 
 if TYPE_CHECKING:
     from .torch_patch import patch_sdpa
     from .torch_sdpa import sdpa
 
+_NEEDS_NUMPY = ("Sensitivity", "State", "attention", "sensitivity")
 # What needs torch, by the module that has it: imported at first use, so that `import vcattn` works without torch.
 _NEEDS_TORCH = {"patch_sdpa": "torch_patch", "sdpa": "torch_sdpa"}
 _HAS_TORCH = find_spec("torch") is not None
@@ -37,6 +45,8 @@ _HAS_TORCH = find_spec("torch") is not None
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
+    if NUMPY_ERROR and name in (*_NEEDS_NUMPY, *_NEEDS_TORCH):
+        raise AttributeError(f"{__name__}.{name} needs numpy: {NUMPY_ERROR}")
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not _HAS_TORCH:
@@ -71,6 +81,9 @@ __all__ = [
     "sdpa",
     "sensitivity",
 ]
-if not _HAS_TORCH:
+if NUMPY_ERROR:
+    for _name in _NEEDS_NUMPY:
+        __all__.remove(_name)
+if NUMPY_ERROR or not _HAS_TORCH:
     for _name in _NEEDS_TORCH:
         __all__.remove(_name)

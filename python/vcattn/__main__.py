@@ -79,10 +79,17 @@ def _bench(options: argparse.Namespace) -> int:
     except (AssertionError, RuntimeError) as error:  # no such device, or none of its kind in this torch
         raise InvalidArgumentError(f"device {device}: {str(error).splitlines()[0]}") from error
     if options.overhead:
-        from .overhead import layer_seconds
+        from .overhead import declined_samples, layer_seconds
 
         q, k, v = (torch.randn(1, 8, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         print(f"Python layer: {1e6 * layer_seconds(q, k, v):.1f} microseconds a call, without the library's part")
+        # On a CPU one token of one head, as torch's own work would hide the rest.
+        cuda = torch.device(device).type == "cuda"
+        for tokens in (77, 512, 1024, 2048, 4096) if cuda else (1,):
+            shape = (1, 24 if cuda else 1, tokens, 128)
+            q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+            plain, patched = (1e6 * min(samples) for samples in declined_samples(q, k, v))
+            print(f"patch_sdpa at {tokens} tokens, left to torch: {patched:.2f} microseconds; without {plain:.2f}")
         return 0
     recipes = split_specs(options.recipes)
     shapes = [bench.Shape.parse(text) for text in options.shapes or ["1,2048,4,128"]]

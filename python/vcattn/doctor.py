@@ -8,12 +8,15 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import numpy as np
+import vcattn
 
 from . import _abi, _library
-from .attention import attention
 from .errors import LibraryError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Distributions of the hosts that have an adapter, by the module that is imported.
 _HOSTS = {"diffusers": "diffusers", "comfy": "comfyui", "sglang": "sglang", "xfuser": "xfuser", "lightx2v": "lightx2v"}
@@ -35,7 +38,12 @@ def doctor(write: Callable[[str], object] = print) -> int:
     write(f"  version {_library.version()}, as this package was made for")
     for backend in _library.backends():
         write(f"  back end {backend.name}: {'' if backend.available else 'not available: '}{backend.reason}")
-    _check("cpu self-test", _self_test_cpu, write, broken)
+    if vcattn.NUMPY_ERROR:
+        write(f"numpy: BROKEN: {vcattn.NUMPY_ERROR}; vcattn needs it, and nothing could be tried without")
+        broken.append("numpy")
+    else:
+        write(f"numpy {_version('numpy', 'numpy')}")
+        _check("cpu self-test", _self_test_cpu, write, broken)
     _report_torch(write, broken)
     for module, distribution in _HOSTS.items():
         write(f"{module}: {_version(module, distribution) or 'not installed'}")
@@ -55,19 +63,21 @@ def _check(name: str, test: Callable[[], None], write: Callable[[str], object], 
 
 
 def _sample() -> list[np.ndarray]:
+    import numpy as np
+
     rng = np.random.default_rng(0)
     return [rng.standard_normal((1, 300, 2, 128), dtype=np.float32) for _ in range(3)]
 
 
 def _compare(found: np.ndarray, expected: np.ndarray) -> None:
-    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    error = float(((found - expected) ** 2).sum() / (expected**2).sum()) ** 0.5
     if not error < _TOLERANCE:
         raise AssertionError(f"accurate differs from fp32 by {error:.3g}; expected less than {_TOLERANCE}")
 
 
 def _self_test_cpu() -> None:
     q, k, v = _sample()
-    _compare(attention(q, k, v), attention(q, k, v, recipe="fp32"))
+    _compare(vcattn.attention(q, k, v), vcattn.attention(q, k, v, recipe="fp32"))
 
 
 def _report_torch(write: Callable[[str], object], broken: list[str]) -> None:
@@ -77,7 +87,8 @@ def _report_torch(write: Callable[[str], object], broken: list[str]) -> None:
         return
     try:
         torch = importlib.import_module("torch")
-        importlib.import_module("vcattn.torch_op")
+        if not vcattn.NUMPY_ERROR:
+            importlib.import_module("vcattn.torch_op")
     except Exception as error:  # a broken torch raises anything
         write(f"torch {found}: BROKEN: {error}")
         broken.append("torch")
@@ -96,11 +107,13 @@ def _report_torch(write: Callable[[str], object], broken: list[str]) -> None:
             if not able:
                 write(f"    nothing runs here: {reasons or 'this build has no GPU back end'}")
                 continue
+            if vcattn.NUMPY_ERROR:
+                continue
 
             def test() -> None:
                 q, k, v = _sample()
-                on_card = attention(*(torch.from_numpy(x).bfloat16().cuda(index) for x in (q, k, v)))
-                _compare(on_card.float().cpu().numpy(), attention(q, k, v, recipe="fp32"))
+                on_card = vcattn.attention(*(torch.from_numpy(x).bfloat16().cuda(index) for x in (q, k, v)))
+                _compare(on_card.float().cpu().numpy(), vcattn.attention(q, k, v, recipe="fp32"))
 
             _check(f"cuda:{index} self-test of {able[0]}", test, write, broken)
 

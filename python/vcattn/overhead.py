@@ -1,8 +1,10 @@
-"""How long the Python layer takes, without the library: for `python -m vcattn bench --overhead` and the tests."""
+"""How long the Python layer takes, without the library, and what patch_sdpa adds to calls that it leaves to torch: for
+`python -m vcattn bench --overhead` and the tests."""
 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,3 +28,26 @@ def layer_seconds(q: Any, k: Any, v: Any, *, calls: int = 200, repeats: int = 25
                 attention(q, k, v, **options)
             best = min(best, (time.perf_counter() - start) / calls)
     return best
+
+
+def declined_samples(q: Any, k: Any, v: Any, *, calls: int = 200, rounds: int = 30) -> tuple[list[float], list[float]]:
+    """Seconds of one scaled_dot_product_attention call on these short tensors, without and inside patch_sdpa: the mean
+    over `calls` calls in each of `rounds` rounds, in which the two take turns. The least says most, as what else runs
+    only adds. CUDA calls are launched one after the other and waited for at the end of each sample."""
+    import torch
+    import torch.nn.functional as F
+
+    from .torch_patch import patch_sdpa
+
+    wait = torch.cuda.synchronize if q.is_cuda else (lambda: None)
+    samples: tuple[list[float], list[float]] = ([], [])
+    for round_ in range(rounds):
+        for patched in (round_ % 2, 1 - round_ % 2):
+            with patch_sdpa() if patched else nullcontext():
+                wait()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    F.scaled_dot_product_attention(q, k, v)
+                wait()
+                samples[patched].append((time.perf_counter() - start) / calls)
+    return samples

@@ -12,6 +12,8 @@ class Report:
     served: calls that vcattn answered. fallbacks: calls that the host's own attention answered, by the reason.
     """
 
+    __slots__ = ("served", "short_calls", "_short_reason", "_fallbacks", "_integration", "_host", "_warned")
+
     def __init__(self, integration: str, host: str, *, short_reason: str = "") -> None:
         self.served = 0
         self.short_calls = 0  # of fallbacks, those for `short_reason`; counted where every nanosecond does

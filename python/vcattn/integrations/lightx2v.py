@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ..attention import attention
 from ..errors import UnsupportedError
-from ..policy import Policy
+from ..policy import NATIVE, Policy
 from .session import Session
 
 BACKEND = "vcattn"
@@ -57,40 +58,56 @@ def register(
         ) -> torch.Tensor:
             """q [seqlen, num_heads, head_dim] or with a batch -> [batch * seqlen, num_heads * head_dim]."""
 
+            whole = _is_whole(cu_seqlens_q, max_seqlen_q, q) and _is_whole(cu_seqlens_kv, max_seqlen_kv, k)
+
             def native() -> torch.Tensor:
+                # torch_sdpa reads bounds that it is given, and takes them with packed tensors alone.
+                packed = [x if whole or x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v)]
                 out = registry["torch_sdpa"]().apply(
-                    q,
-                    k,
-                    v,
+                    *packed,
                     drop_rate=drop_rate,
                     attn_mask=attn_mask,
                     causal=causal,
-                    cu_seqlens_q=cu_seqlens_q,
-                    cu_seqlens_kv=cu_seqlens_kv,
+                    cu_seqlens_q=None if whole else cu_seqlens_q,
+                    cu_seqlens_kv=None if whole else cu_seqlens_kv,
                     max_seqlen_q=max_seqlen_q,
                     max_seqlen_kv=max_seqlen_kv,
                     **others,
                 )
                 return out.reshape(-1, out.shape[-1])
 
-            if not (_is_one(cu_seqlens_q, max_seqlen_q, q) and _is_one(cu_seqlens_kv, max_seqlen_kv, k)):
+            if not whole:
                 session.report.count_fallback("several packed segments", quiet=False)
                 return native()
             block, scheduler = others.get("block_idx"), others.get("scheduler")
-            _note_step(session, scheduler, last_scheduler)
+            if not torch.compiler.is_compiling():
+                _note_step(session, scheduler, last_scheduler)
             branch = getattr(scheduler, "infer_condition", None)
             batched = [x if x.dim() == 4 else x[None] for x in (q, k, v)]
             out = session.attend(
                 *batched,
                 native,
                 layer=None if block is None else f"blocks.{block}",
-                stream=None if block is None else (block, branch, q.shape, k.shape),
+                # The blocks of Wan2.2's two experts have the same numbers.
+                stream=None if block is None else (id(self), block, branch, q.shape, k.shape),
                 attn_mask=attn_mask,
                 dropout_p=drop_rate,
                 is_causal=causal or bool(others.get("is_causal", False)),
                 scale=others.get("softmax_scale"),
+                enable_gqa=q.shape[-2] != k.shape[-2],
             )
             return out if out.dim() == 2 else out.flatten(2).flatten(0, 1)
+
+        def apply_with_lse(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None = None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            """For ring attention, which has no fallback: as `apply`, and lse [batch * seqlen, num_heads]."""
+            if session.policy.recipe == NATIVE:
+                raise UnsupportedError("ring attention has no native fallback: the policy's recipe is native")
+            batched = [x if x.dim() == 4 else x[None] for x in (q, k, v)]
+            options = {"recipe": session.policy.recipe, "scale": softmax_scale, "return_lse": True}
+            out, lse = attention(*batched, **options, enable_gqa=q.shape[-2] != k.shape[-2], allow_nonfinite=True)
+            return out.flatten(2).flatten(0, 1), lse.flatten(0, 1)
 
     if BACKEND in registry:
         raise UnsupportedError("vcattn is registered with LightX2V already")
@@ -98,8 +115,8 @@ def register(
     return session
 
 
-def _is_one(cu_seqlens: torch.Tensor | None, longest: int | None, x: torch.Tensor) -> bool:
-    """Whether the bounds are those of one segment that is the whole sequence, told without reading them."""
+def _is_whole(cu_seqlens: torch.Tensor | None, longest: int | None, x: torch.Tensor) -> bool:
+    """Whether the bounds are those of one segment for each of the batch, all of it, told without reading them."""
     if cu_seqlens is None:
         return True
     batch = x.shape[0] if x.dim() == 4 else 1

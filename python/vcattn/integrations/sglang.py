@@ -1,13 +1,16 @@
 """SGLang diffusion: "vcattn" as an attention backend, for `--attention-backend vcattn`.
 
 `register()` adds a member to SGLang's enumeration of backends and answers for it where SGLang's platform names the
-class of a backend. The class itself is in sglang_backend.py, which SGLang imports by name.
+class of a backend. The class itself is in sglang_backend.py, which SGLang imports by name. SGLang's workers are
+processes of their own, in each of which it calls the plugins of installed packages: `plugin` is ours.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +19,35 @@ from .enums import add_member
 from .session import Session
 
 BACKEND = "VCATTN"
+POLICY_VARIABLE = "VCATTN_POLICY"
 _CLASS = "vcattn.integrations.sglang_backend.VCAttnBackend"
 
 # Set by register(), for all layers of the process.
 session: Session | None = None
-steps_of_requests: int | None = None
+# The request that the session's states belong to. Not kept alive by it: it holds the latents.
+_request: weakref.ref[Any] | None = None
+
+
+def plugin() -> None:
+    """What SGLang calls in each of its processes, by the entry point in the group "sglang.multimodal_gen.plugins".
+
+    The environment variable VCATTN_POLICY names the policy: a .json file or a recipe.
+    """
+    if session is None:
+        register(policy=os.environ.get(POLICY_VARIABLE))
 
 
 def register(
     *,
     policy: Policy | str | Path | None = None,
-    num_steps: int | None = None,
     schedule: str | None = "first_quarter",
     platforms: Any = None,
 ) -> Session:
-    """Makes the backend known to SGLang, to be called before its server starts; returns the session of its calls.
+    """Makes the backend known to SGLang in this process, before its layers are made; returns the session of its calls.
 
-    num_steps: denoising steps of a request. SGLang tells the step but not how many there are: without it each call
-        makes its own order of the values, and policies that speak of last steps keep SDPA.
     platforms: sglang.multimodal_gen.runtime.platforms, imported if not given.
     """
-    global session, steps_of_requests
+    global session, _request
     platforms = platforms or importlib.import_module("sglang.multimodal_gen.runtime.platforms")
     member = add_member(platforms.AttentionBackendEnum, BACKEND, BACKEND.lower())
     platform = platforms.current_platform
@@ -49,16 +60,19 @@ def register(
 
         get_attn_backend_cls_str.vcattn_original = original
         platform.get_attn_backend_cls_str = get_attn_backend_cls_str
-    session = Session("vcattn in SGLang", "SDPA", policy=policy, schedule=schedule)
-    steps_of_requests = num_steps
+    session, _request = Session("vcattn in SGLang", "SDPA", policy=policy, schedule=schedule), None
     return session
 
 
-def note_step(step: int | None) -> None:
-    """Tells the session the step that a call belongs to, as its metadata has it."""
-    if step is None or steps_of_requests is None:
-        session.end()
+def note_step(request: Any, step: Any) -> None:
+    """Tells the session the request and the step that a call belongs to, as SGLang's forward context has them: the
+    batch of the request, None outside of denoising, and the index of the step."""
+    global _request
+    num_steps = getattr(request, "num_inference_steps", None)
+    if not isinstance(step, int) or not isinstance(num_steps, int):
+        session.set_step(-1)
         return
-    if session.num_steps is None or (session.step is not None and step < session.step):
-        session.begin(steps_of_requests)
+    if _request is None or _request() is not request or num_steps != session.num_steps:
+        _request = weakref.ref(request)
+        session.begin(num_steps)
     session.set_step(step)

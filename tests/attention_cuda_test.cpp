@@ -1,5 +1,6 @@
 // The sm90a back end against the CPU's on the same tensors and recipes, and against the truth where the CPU would share
 // an error. Outputs start as NaN, and each call's workspace as NaN too.
+#include <algorithm>
 #include <array>
 #include <numeric>
 
@@ -261,11 +262,11 @@ TEST_F(SmAttention, Scales) {
   }
 }
 
-// Scores whose codes pass 16 bits leave the loop that is made for bounded ones; a row past FP32's whole codes is NaN,
-// and never anything else that is wrong.
+// Scores whose codes pass 16 bits leave the loop that is made for bounded ones. Rows past the range of FP16 are NaN,
+// and never anything else that is wrong; INT8 scores have rows of any size.
 TEST_F(SmAttention, HugeScores) {
-  for (const float scale : {300.0f, 3000.0f, 1e7f}) {
-    for (const char* name : {"accurate", "exact", "fast"}) {
+  for (const float scale : {300.0f, 3000.0f, 1e7f, 1e12f}) {
+    for (const char* name : {"accurate", "exact", "vsmooth8", "fast"}) {
       SCOPED_TRACE(testing::Message() << name << " " << scale);
       Inputs inputs({1, 128, 700, 1, 1, 128}, 9, VCATTN_FP32);
       inputs.q.fill_normal(1, scale);
@@ -278,8 +279,8 @@ TEST_F(SmAttention, HugeScores) {
         norm += double{pair.cpu[i]} * pair.cpu[i];
       }
       EXPECT_LT(error, 0.02 * 0.02 * (norm + 1e-30));
-      if (scale < 1000.0f && std::string(name) != "fast") {
-        EXPECT_GT(norm, 0.0) << "all rows are NaN";
+      if (std::string(name) != "fast") {
+        EXPECT_EQ(std::ranges::count_if(pair.device, [](float x) { return std::isnan(x); }), 0);
       }
     }
   }
@@ -391,7 +392,9 @@ TEST_F(SmAttention, RealTensors) {
       DeviceCall grouped(p);
       const Outcome outcome = grouped.run();
       ASSERT_EQ(outcome.code, VCATTN_OK) << outcome.message;
-      EXPECT_LT(relative_error(p), 1.03 * cpu);
+      // Where k-means alone makes the order, which of many near-equal clusterings it ends in moves the error by 8 %
+      // (seven seeds on the CPU): rounding of distances decides that.
+      EXPECT_LT(relative_error(p), (p.recipe.v_order == VCATTN_ORDER_KMEANS ? 1.10 : 1.03) * cpu);
     }
   }
 }

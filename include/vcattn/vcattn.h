@@ -207,8 +207,9 @@ typedef enum vcattn_memory {
   /* Of the calling thread's current device. Calls only launch on `stream`: they neither allocate nor wait, and may be
      captured in a CUDA graph. So what a wait would find is not refused but shows: non-finite inputs act as under
      VCATTN_ALLOW_NONFINITE; a permutation's entries outside its sequence make the head NaN (repeated ones give the
-     attention over the repeated keys); rows whose largest |softmax_scale q . k| passes 45,000, or 690 where scores
-     accumulate in FP16 (recipe `fast`), are NaN. */
+     attention over the repeated keys). Rows whose largest |softmax_scale q . k| passes 690 are NaN where scores
+     accumulate in FP16 (recipe `fast`). Elsewhere rows with softmax_scale |q| |k| past 2.9 million are attended as if
+     q were shorter, down to there: they have one key or a few that are all but equal, and lse NaN. */
   VCATTN_MEMORY_CUDA = 1
 } vcattn_memory;
 

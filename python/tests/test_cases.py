@@ -131,12 +131,12 @@ def test_black_frames(attend: Attend, recipe: str, loud: str):
         x[..., 17] *= 1e3
         x[:, ::50] *= 50
     out = attend(q, k, v, recipe=recipe)
-    if attend is not vcattn.attention:  # what the header says of rows with larger scores in CUDA memory
+    if attend is not vcattn.attention and recipe == "fast":  # what the header says of FP16 scores in CUDA memory
         peaks = np.abs(q[0, :, 0] @ k[0, :, 0].T).max(-1) / 128**0.5
-        bounded = peaks < 0.9 * (690 if recipe == "fast" else 45_000)
+        bounded = peaks < 0.9 * 690
         assert np.isfinite(out[0, bounded]).all()
         if not bounded.all() and np.isnan(out).any():
-            pytest.xfail(f"scores up to {peaks.max():.0f} make rows NaN on a GPU")
+            pytest.xfail(f"scores up to {peaks.max():.0f} make rows of `fast` NaN on a GPU")
     assert np.isfinite(out).all() and np.abs(out).max() < 10
 
 

@@ -1,4 +1,6 @@
 // Q: rotate, quantise each token by its own scale.
+#include <limits>
+
 #include "preprocess/args.cuh"
 #include "preprocess/launch.cuh"
 
@@ -87,18 +89,28 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
   const bool behind = part.row >= rows;
   const float factor = behind ? 0.0f : a.pow2 ? scale.descale : __fmul_rn(scale.descale, a.code_units);
   const int64_t place = int64_t{unit} * kUnitRows;
-  if (part.first == 0) {
-    qkv.q_factor[place + part.row] = factor;
-    if (a.shifts_lse) {
-      qkv.lse_shift[place + part.row] = lse_shift<Element, kDim>(shared.tile, part.row, shared.k_mean, a.softmax_scale);
-    }
+  if (a.shifts_lse && part.first == 0) {
+    qkv.lse_shift[place + part.row] = lse_shift<Element, kDim>(shared.tile, part.row, shared.k_mean, a.softmax_scale);
   }
 
   group.sync();  // all rows are read
-  if (!finite && !behind) qkv.q_factor[place + part.row] = float_from_bits(kFloatNan);
   const int squares = over_row<Part>(store_codes(x, scale.encode, a.int8, shared.tile, part),
                                      [](int one, int other) { return one + other; });
-  const float norm = warp_max(__fmul_rn(square_root(static_cast<float>(squares)), factor));
+  const float row_norm = __fmul_rn(square_root(static_cast<float>(squares)), factor);
+  const bool row_finite = over_row<Part>(finite ? 1 : 0, [](int one, int other) { return one & other; }) != 0;
+  if (part.first == 0) {
+    const float bound = __fmul_rn(row_norm, qkv.k_norm[shared.unit.slot]);  // 0 where codes are E4M3
+    float stored = factor;
+    if (bound > kCodeRange) {
+      // Such a row has one key or a few equal ones: what its softmax tells apart is far finer than INT8's steps. So a
+      // smaller scale gives the same row; only lse would show it.
+      stored = __fmul_rn(factor, kCodeRange / bound);
+      if (a.shifts_lse) qkv.lse_shift[place + part.row] = float_from_bits(kFloatNan);
+    }
+    const bool known = row_finite && bound <= std::numeric_limits<float>::max();
+    qkv.q_factor[place + part.row] = known || behind ? stored : float_from_bits(kFloatNan);
+  }
+  const float norm = warp_max(row_norm);
   if (thread % 32 == 0) shared.norm[thread / 32] = norm;
   group.sync();
   constexpr int kRowChunks = kDim / kChunkBytes;

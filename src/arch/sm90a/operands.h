@@ -17,6 +17,9 @@ inline constexpr int kPairKeys = 2 * kBlockN;  // keys under one maximum of a ro
 inline constexpr int kOnesRows = 8;            // rows of ones under V^T: their products are row sums
 inline constexpr int kSumTiles = 4;            // tiles whose two row sums each (even, odd keys) fill them
 inline constexpr int kMeanTiles = 8;           // tiles whose means make one operand of the mean product
+// Largest |score| of INT8 codes in code units, by the bound of q_norm and k_norm. Up to here the sum with kRoundMagic
+// finds a row's maximum to within two codes, and the largest code, 120 + 2 and 4 of the second phase, is still 126.
+inline constexpr float kCodeRange = 0x1p25f;
 inline constexpr uint8_t kE4m3One = 0x38;
 
 // One batch entry, or one packed segment, in device memory.

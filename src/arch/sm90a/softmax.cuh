@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "arch/sm90a/isa.cuh"
+#include "arch/sm90a/operands.h"
 #include "numerics/attention_math.h"
 
 namespace vcattn::sm90a {
@@ -43,9 +44,9 @@ __device__ __forceinline__ constexpr int first_score(int word) {
 
 // ---- any range of scores: the maximum of the pair of tiles first, then codes against it ---------------------------
 
-// Beyond so many octaves code units leave the exact range of FP32 sums (INT8 scores) or of FP16 offsets (E4M3 scores:
-// 124 - 8 e is a multiple of 4 that takes 11 bits), and the row becomes NaN.
-inline constexpr float kOctaveLimitInt8 = 0x1p16f, kOctaveLimitE4m3 = 1000.0f;
+// Beyond so many octaves the row becomes NaN. INT8 scores keep to kCodeRange by themselves; of E4M3 scores the FP16
+// offset, 124 - 8 e, must be exact: a multiple of 4 that takes 11 bits.
+inline constexpr float kOctaveLimitInt8 = 2 * kCodeRange / kCodesPerOctave, kOctaveLimitE4m3 = 1000.0f;
 // FP16 subnormals count in 2^-24: conversion to them rounds to whole codes.
 inline constexpr float kCodeUnit = 0x1p-24f;
 

@@ -63,6 +63,9 @@ vcattn_code choose_config(const Problem& problem, Config& config, vcattn_message
   if (problem.head_dim > 128) {
     return fail(message, VCATTN_UNSUPPORTED, "backend sm90a takes head_dim up to 128; found {}", problem.head_dim);
   }
+  if (problem.params->rope_q.pairing != VCATTN_ROPE_NONE || problem.params->rope_k.pairing != VCATTN_ROPE_NONE) {
+    return fail(message, VCATTN_UNSUPPORTED, "backend sm90a does not rotate q and k: rotate them before the call");
+  }
   config = {.head_dim = problem.head_dim <= 64 ? 64 : 128,
             .scores = int8(recipe) ? Scores::kInt8 : Scores::kE4m3,
             .probabilities = is_expcast(recipe) ? Probabilities::kExpCast : Probabilities::kExp2,

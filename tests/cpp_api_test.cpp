@@ -47,6 +47,36 @@ TEST(CppApi, AttendsWithAGrowingWorkspace) {
   }
 }
 
+TEST(CppApi, RotatesByTablesOfTokensAndOfAxes) {
+  constexpr int64_t kTokens = 6, kPairs = 2;
+  vcattn::Workspace workspace;
+  std::vector<float> x(kTokens * 2 * kPairs), cos(kTokens * kPairs), sin(cos.size());
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i % 7) - 3.0f;
+  for (size_t i = 0; i < cos.size(); ++i) {
+    cos[i] = std::cos(static_cast<float>(i / kPairs));
+    sin[i] = std::sin(static_cast<float>(i / kPairs));
+  }
+  vcattn_attention_params params = vcattn::make_params();
+  params.q = params.k = params.v = vcattn::make_tensor(x.data(), VCATTN_FP32, {1, kTokens, 1, 2 * kPairs});
+  params.grid = {.first_token = 0, .frames = kTokens, .height = 1, .width = 1};
+  std::vector<float> out[2];
+  for (const bool axes : {false, true}) {
+    out[axes].resize(x.size());
+    params.out = vcattn::make_tensor(out[axes].data(), VCATTN_FP32, {1, kTokens, 1, 2 * kPairs});
+    params.rope_q = axes ? vcattn::make_rope(VCATTN_ROPE_INTERLEAVED, {cos.data(), nullptr, nullptr},
+                                             {sin.data(), nullptr, nullptr}, {kPairs, 0, 0})
+                         : vcattn::make_rope(VCATTN_ROPE_INTERLEAVED, cos.data(), sin.data(), 2 * kPairs);
+    const vcattn::Status status = vcattn::attention(params, workspace);
+    ASSERT_TRUE(status.ok()) << status.message;
+  }
+  EXPECT_EQ(out[0], out[1]);
+  params.rope_q = {};
+  std::vector<float> plain(x.size());
+  params.out = vcattn::make_tensor(plain.data(), VCATTN_FP32, {1, kTokens, 1, 2 * kPairs});
+  ASSERT_TRUE(vcattn::attention(params, workspace).ok());
+  EXPECT_NE(out[0], plain);
+}
+
 class GroupingState : public testing::Test {
  protected:
   static constexpr uint64_t kKey = 7;

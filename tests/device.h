@@ -80,6 +80,8 @@ class DeviceCall {
       params.permutation =
           static_cast<const int32_t*>(upload(host.permutation, static_cast<size_t>(k[0] * k[1] * k[2]) * 4));
     }
+    params.rope_q = upload_rope(host.rope_q, host.q);
+    params.rope_k = upload_rope(host.rope_k, host.k);
   }
 
   // Runs on a stream of its own, with exactly the workspace asked for, and copies out and lse to the host's.
@@ -123,6 +125,22 @@ class DeviceCall {
   void* upload(const void* host, size_t bytes) {
     memory_.push_back(std::make_unique<DeviceMemory>(host, bytes));
     return memory_.back()->data();
+  }
+
+  vcattn_rope upload_rope(vcattn_rope rope, const vcattn_tensor& x) {
+    if (rope.pairing == VCATTN_ROPE_NONE) return rope;
+    const int64_t extents[3] = {host_.grid.frames, host_.grid.height, host_.grid.width};
+    for (int axis = 0; axis < 3; ++axis) {
+      int64_t elements = extents[axis] * rope.pairs[axis];
+      if (rope.tables == VCATTN_ROPE_PER_TOKEN) {
+        elements = 1 + (x.shape[3] / 2 - 1) * rope.stride[3];
+        for (int i = 0; i < 3; ++i) elements += (x.shape[i] - 1) * rope.stride[i];
+      }
+      for (const float** table : {&rope.cos[axis], &rope.sin[axis]}) {
+        if (*table != nullptr) *table = static_cast<const float*>(upload(*table, static_cast<size_t>(elements) * 4));
+      }
+    }
+    return rope;
   }
 
   vcattn_attention_params host_;

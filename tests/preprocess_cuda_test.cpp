@@ -299,6 +299,161 @@ TEST_F(PreprocessCuda, WhatIsNotFinite) {
   }
 }
 
+// ---- rope -----------------------------------------------------------------------------------------------------------
+
+constexpr vcattn_rope_pairing kPairings[] = {VCATTN_ROPE_INTERLEAVED, VCATTN_ROPE_HALF_SPLIT};
+
+TEST_F(PreprocessCuda, RopePerToken) {
+  for (const vcattn_rope_pairing pairing : kPairings) {
+    for (const char* recipe : {"accurate", "fast", "sage2"}) {
+      for (const bool strided : {false, true}) {
+        SCOPED_TRACE(std::string(recipe) + " pairing " + std::to_string(pairing) + " strided " +
+                     std::to_string(strided));
+        Case c;
+        c.batch = 2;
+        c.num_heads = 4;
+        c.recipe = recipe;
+        c.lse = true;
+        c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN, strided};
+        compare(c);
+      }
+    }
+  }
+}
+
+// Text before and behind the video; all of the video; more than one partial sum.
+TEST_F(PreprocessCuda, RopePerAxis) {
+  for (const vcattn_rope_pairing pairing : kPairings) {
+    for (const vcattn_video_grid grid : {vcattn_video_grid{7, 3, 5, 12}, {0, 2, 10, 10}, {0, 200, 1, 1}}) {
+      for (const char* recipe : {"accurate", "fast"}) {
+        SCOPED_TRACE(std::string(recipe) + " pairing " + std::to_string(pairing) + " frames " +
+                     std::to_string(grid.frames));
+        Case c;
+        c.seqlen_kv = 2200;
+        c.recipe = recipe;
+        c.lse = true;
+        c.grid = grid;
+        c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_AXIS};
+        compare(c);
+      }
+    }
+  }
+}
+
+TEST_F(PreprocessCuda, RopeOfOneOperand) {
+  for (const vcattn_rope_pairing pairing : kPairings) {
+    Case c;
+    c.lse = true;
+    c.rope_q.pairing = pairing;
+    compare(c);
+    std::swap(c.rope_q, c.rope_k);
+    compare(c);
+  }
+}
+
+TEST_F(PreprocessCuda, RopeHeadDimsTypesAndLayouts) {
+  for (const vcattn_dtype dtype : {VCATTN_BF16, VCATTN_FP16, VCATTN_FP32}) {
+    for (const Layout layout : {Layout::kBshd, Layout::kUnaligned}) {
+      for (const int64_t head_dim : {2, 6, 16, 48, 64, 80, 96, 112, 128}) {
+        for (const vcattn_rope_pairing pairing : kPairings) {
+          if (pairing == VCATTN_ROPE_HALF_SPLIT && head_dim % 16 != 0) continue;
+          for (const char* hadamard : {"0", "1"}) {
+            SCOPED_TRACE("dtype " + std::to_string(dtype) + " layout " + std::to_string(static_cast<int>(layout)) +
+                         " head_dim " + std::to_string(head_dim) + " pairing " + std::to_string(pairing) +
+                         " qk_hadamard " + hadamard);
+            Case c;
+            c.dtype = dtype;
+            c.layout = layout;
+            c.head_dim = head_dim;
+            c.lse = true;
+            c.change = [&](vcattn_recipe& r) {
+              r.qk_format = VCATTN_FORMAT_E4M3;  // where zeros keep their signs
+              ASSERT_EQ(vcattn_recipe_set(&r, "qk_hadamard", hadamard, nullptr), VCATTN_OK);
+            };
+            c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN};
+            compare(c);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(PreprocessCuda, RopeWithMasksAndSegments) {
+  for (const vcattn_rope_pairing pairing : kPairings) {
+    for (const bool permuted : {false, true}) {
+      SCOPED_TRACE("pairing " + std::to_string(pairing) + " permuted " + std::to_string(permuted));
+      Case c;
+      c.batch = 2;
+      c.seqlen_kv = 1500;
+      c.num_heads = 4;
+      c.permuted = permuted;
+      c.lse = true;
+      c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN, true};
+      c.mask = [](int64_t b, int64_t token) { return (token * 7919 + b) % 5 < 2; };
+      compare(c);
+      c.grid = {3, 4, 5, 7};
+      c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_AXIS};
+      compare(c);
+
+      Case packed;
+      packed.cu_q = {0, 0, 100, 100, 101, 500, 500};
+      packed.cu_kv = {0, 40, 40, 1200, 1456, 1457, 1457};
+      packed.seqlen_q = packed.cu_q.back();
+      packed.seqlen_kv = packed.cu_kv.back();
+      packed.permuted = permuted;
+      packed.lse = true;
+      packed.rope_q = packed.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN};
+      compare(packed);
+    }
+  }
+}
+
+// In the rows: as without rope. In the tables: the rows that they rotate, whose codes then mean nothing.
+TEST_F(PreprocessCuda, RopeOfWhatIsNotFinite) {
+  for (const vcattn_rope_pairing pairing : kPairings) {
+    for (const vcattn_dtype dtype : {VCATTN_BF16, VCATTN_FP32}) {
+      SCOPED_TRACE("pairing " + std::to_string(pairing) + " dtype " + std::to_string(dtype));
+      Case c;
+      c.batch = 2;
+      c.dtype = dtype;
+      c.lse = true;
+      c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN};
+      const auto with = [](Fill fill, int64_t token, int64_t channel, float value) {
+        return [=](int64_t b, int64_t s, int64_t h, int64_t d) mutable {
+          const float x = fill(b, s, h, d);
+          return b == 0 && h == 1 && s == token && d == channel ? value : x;
+        };
+      };
+      c.q = with(with(normal(1, 1.0f, 0.1f), 7, 0, std::nanf("")), 9, 100, std::numeric_limits<float>::infinity());
+      c.k = with(with(normal(2, 1.0f, 1.0f), 299, 5, std::nanf("")), 0, 126, -std::numeric_limits<float>::infinity());
+      compare(c);
+    }
+    Case c;
+    c.rope_q = c.rope_k = {pairing, VCATTN_ROPE_PER_TOKEN};
+    Inputs inputs(c);
+    inputs.rope_q.values()[30 * 64 + 63] = std::nanf("");  // token 30, pair 63
+    inputs.rope_k.values()[299 * 64] = std::numeric_limits<float>::infinity();
+    Problem problem;
+    ASSERT_EQ(validate_attention(&inputs.params, problem, nullptr), VCATTN_OK);
+    const DeviceResult found = prepare_on_device(inputs, problem);
+    for (int64_t head = 0; head < 2; ++head) {
+      EXPECT_NE(found.qkv.k_poison[head], 0U) << "head " << head;
+      for (int64_t row = 0; row < c.seqlen_q; ++row) {
+        const float factor = found.qkv.q_factor[head * found.qkv.blocks * found.qkv.block_rows + row];
+        EXPECT_EQ(std::isnan(factor), row == 30) << "head " << head << ", row " << row;
+      }
+    }
+  }
+}
+
+TEST_F(PreprocessCuda, RopeRunsInAGraph) {
+  Case c;
+  c.lse = true;
+  c.rope_q = c.rope_k = {VCATTN_ROPE_INTERLEAVED, VCATTN_ROPE_PER_TOKEN};
+  compare(c, true);
+}
+
 TEST_F(PreprocessCuda, RunsInAGraph) {
   Case c;
   c.lse = true;

@@ -125,6 +125,69 @@ class HostTensor {
   vcattn_tensor view_;
 };
 
+// Tables of a vcattn_rope, of random numbers: nothing may take them for the cosine and sine of an angle.
+struct RopeCase {
+  vcattn_rope_pairing pairing = VCATTN_ROPE_NONE;
+  vcattn_rope_tables tables = VCATTN_ROPE_PER_TOKEN;
+  bool strided = false;  // per token: tables of each batch and head, their pairs two elements apart
+};
+
+class HostRope {
+ public:
+  HostRope(const RopeCase& c, const vcattn_tensor& x, const vcattn_video_grid& grid, uint32_t seed) {
+    rope_.pairing = c.pairing;
+    rope_.tables = c.tables;
+    if (c.pairing == VCATTN_ROPE_NONE) return;
+    const int64_t half = x.shape[3] / 2, step = c.strided ? 2 : 1, row = half * step;
+    int64_t elements = x.shape[1] * row;
+    rope_.stride[1] = row;
+    rope_.stride[3] = step;
+    if (c.strided) {
+      rope_.stride[2] = elements;
+      rope_.stride[0] = elements * x.shape[2];
+      elements = rope_.stride[0] * x.shape[0];
+    }
+    int64_t sizes[3] = {elements, 0, 0};
+    if (c.tables == VCATTN_ROPE_PER_AXIS) {
+      const int64_t extents[3] = {grid.frames, grid.height, grid.width};
+      const int64_t third = half / 3;
+      for (int axis = 0; axis < 3; ++axis) {
+        rope_.pairs[axis] = axis == 0 ? half - 2 * third : third;
+        sizes[axis] = extents[axis] * rope_.pairs[axis];
+      }
+    }
+    std::mt19937 random(seed);
+    std::uniform_real_distribution<float> uniform(-1.2f, 1.2f);
+    values_.resize(static_cast<size_t>(2 * (sizes[0] + sizes[1] + sizes[2])));
+    for (float& value : values_) value = uniform(random);
+    float* table = values_.data();
+    for (int axis = 0; axis < 3; ++axis) {
+      if (sizes[axis] == 0) continue;
+      rope_.cos[axis] = table;
+      rope_.sin[axis] = table + sizes[axis];
+      table += 2 * sizes[axis];
+    }
+  }
+
+  const vcattn_rope& view() const { return rope_; }
+  std::vector<float>& values() { return values_; }
+  DeviceBytes to_device() const { return DeviceBytes(values_.data(), values_.size() * sizeof(float)); }
+  vcattn_rope on(const DeviceBytes& device) const {
+    vcattn_rope rope = rope_;
+    const auto* base = reinterpret_cast<const float*>(device.data());
+    for (int axis = 0; axis < 3; ++axis) {
+      if (rope.cos[axis] == nullptr) continue;
+      rope.cos[axis] = base + (rope.cos[axis] - values_.data());
+      rope.sin[axis] = base + (rope.sin[axis] - values_.data());
+    }
+    return rope;
+  }
+
+ private:
+  std::vector<float> values_;
+  vcattn_rope rope_{};
+};
+
 // ---- one case -------------------------------------------------------------------------------------------------------
 
 using Fill = std::function<float(int64_t b, int64_t s, int64_t h, int64_t d)>;
@@ -144,6 +207,8 @@ struct Case {
   double softmax_scale = 0.0;
   float scale = 1.0f;
   Fill q, k, v;  // instead of normal numbers
+  RopeCase rope_q, rope_k;
+  vcattn_video_grid grid{};
 };
 
 inline Fill normal(uint32_t seed, float scale, float mean) {
@@ -160,6 +225,8 @@ struct Inputs {
         k(c.batch, c.seqlen_kv, c.num_heads_kv, c.head_dim, c.k_dtype.value_or(c.dtype), c.layout),
         v(c.batch, c.seqlen_kv, c.num_heads_kv, c.head_dim, c.v_dtype.value_or(c.dtype), c.layout),
         out(c.batch, c.seqlen_q, c.num_heads, c.head_dim, VCATTN_BF16, Layout::kBshd),
+        rope_q(c.rope_q, q.view(), c.grid, 4),
+        rope_k(c.rope_k, k.view(), c.grid, 5),
         lse(static_cast<size_t>(c.batch * c.seqlen_q * c.num_heads)),
         cu_q(c.cu_q),
         cu_kv(c.cu_kv) {
@@ -171,6 +238,9 @@ struct Inputs {
     params.k = k.view();
     params.v = v.view();
     params.out = out.view();
+    params.rope_q = rope_q.view();
+    params.rope_k = rope_k.view();
+    params.grid = c.grid;
     params.softmax_scale = c.softmax_scale;
     params.flags = VCATTN_ALLOW_NONFINITE;
     EXPECT_EQ(vcattn_recipe_by_name(c.recipe, &params.recipe, nullptr), VCATTN_OK);
@@ -219,6 +289,7 @@ struct Inputs {
   }
 
   HostTensor q, k, v, out;
+  HostRope rope_q, rope_k;
   std::vector<float> lse;
   std::vector<uint8_t> mask;
   std::vector<int32_t> permutation;
@@ -295,12 +366,15 @@ using Prepare =
 inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_problem, bool captured = false,
                                       const Prepare& prepare = sm90a::prepare) {
   const auto q = inputs.q.to_device(), k = inputs.k.to_device(), v = inputs.v.to_device();
+  const auto rope_q = inputs.rope_q.to_device(), rope_k = inputs.rope_k.to_device();
   const DeviceBytes mask(inputs.mask.data(), inputs.mask.size());
   const DeviceBytes permutation(inputs.permutation.data(), inputs.permutation.size() * sizeof(int32_t));
   vcattn_attention_params params = inputs.params;
   params.q = inputs.q.on(q);
   params.k = inputs.k.on(k);
   params.v = inputs.v.on(v);
+  params.rope_q = inputs.rope_q.on(rope_q);
+  params.rope_k = inputs.rope_k.on(rope_k);
   if (params.key_mask != nullptr) params.key_mask = reinterpret_cast<const uint8_t*>(mask.data());
   if (params.permutation != nullptr) params.permutation = reinterpret_cast<const int32_t*>(permutation.data());
   Problem problem = host_problem;

@@ -1,4 +1,6 @@
 // What bad arguments get: a code, one line that names the unmet condition, untouched outputs.
+#include <fmt/format.h>
+
 #include <functional>
 #include <limits>
 
@@ -177,6 +179,7 @@ TEST_F(Validation, ChecksTheGridOfOrdersThatCluster) {
     }
   }
   p.grid = {0, 1, 1, 9};
+  for (vcattn_tensor* t : {&p.q, &p.k, &p.v, &p.out}) t->shape[0] = 1;
   const int64_t cu_q[] = {0, p.q.shape[1]}, cu_kv[] = {0, 9};
   p.cu_seqlens_q = cu_q;
   p.cu_seqlens_kv = cu_kv;

@@ -200,8 +200,8 @@ typedef enum vcattn_backend {
   VCATTN_BACKEND_SM90A = 2 /* NVIDIA Hopper (H100, H200) */
 } vcattn_backend;
 
-/* Where the tensors, lse, key_mask, permutation, centroids and the workspace lie. cu_seqlens and the structs are in
- * host memory always. */
+/* Where the tensors, lse, key_mask, permutation, centroids, the tables of rope and the workspace lie. cu_seqlens and
+ * the structs are in host memory always. */
 typedef enum vcattn_memory {
   VCATTN_MEMORY_HOST = 0,
   /* Of the calling thread's current device. Calls only launch on `stream`: they neither allocate nor wait, and may be
@@ -214,34 +214,70 @@ typedef enum vcattn_memory {
 } vcattn_memory;
 
 enum {
-  /* Let NaN and infinities in q, k and v through: a row of the output is NaN where its query row, any of its keys or
-     the channel of any of its values is not finite. Without the flag such inputs are refused. */
+  /* Let NaN and infinities in q, k (rotated by their rope) and v through: a row of the output is NaN where its query
+     row, any of its keys or the channel of any of its values is not finite. Without the flag such inputs are refused.
+   */
   VCATTN_ALLOW_NONFINITE = 1
 };
 
 /* Where the video is: `first_token` others first (text), then a frames x height x width grid in row-major order, then
-   any number of others. Needed by VCATTN_ORDER_CUBE. The orders that cluster, given one, group its tokens alone, by
-   their number alone (1 x 1 x n will do): the others stand behind them as they come, and touch neither their order nor
-   the centroids. All zero: every token is grouped. Not together with cu_seqlens. */
+   any number of others. Needed by VCATTN_ORDER_CUBE and VCATTN_ROPE_PER_AXIS. The orders that cluster, given one, group
+   its tokens alone, by their number alone (1 x 1 x n will do): the others stand behind them as they come, and touch
+   neither their order nor the centroids. All zero: every token is grouped. Not together with cu_seqlens. */
 typedef struct vcattn_video_grid {
   int64_t first_token;
   int64_t frames, height, width;
 } vcattn_video_grid;
+
+/* Which channels of a row rotate together. */
+typedef enum vcattn_rope_pairing {
+  VCATTN_ROPE_NONE = 0,
+  VCATTN_ROPE_INTERLEAVED = 1, /* pair i: channels 2 i and 2 i + 1 */
+  VCATTN_ROPE_HALF_SPLIT = 2   /* pair i: channels i and i + head_dim / 2 */
+} vcattn_rope_pairing;
+
+typedef enum vcattn_rope_tables {
+  VCATTN_ROPE_PER_TOKEN = 0, /* one table of cosines and one of sines over the tokens */
+  VCATTN_ROPE_PER_AXIS = 1   /* one of each for the frames, the height and the width of the video grid */
+} vcattn_rope_tables;
+
+/* Rotary position embedding: the channels (x0, x1) of a pair become (x0 cos - x1 sin, x0 sin + x1 cos) in FP32, each
+ * product and each sum rounded, and stay FP32: what a recipe does next (mean, Hadamard, codes) starts from these
+ * values, which are never rounded to the tensor's dtype. Every pair of a row rotates; a table may hold cosine 1 and
+ * sine 0.
+ *
+ * PER_TOKEN: cos[0] and sin[0], [batch, seqlen, heads, head_dim / 2] of the tensor, with strides in elements, 0 to
+ * broadcast. Packed sequences are numbered as in the whole tensor.
+ *
+ * PER_AXIS: one table each for frames, height and width, dense [extent of the axis in params->grid, pairs[axis]]. The
+ * first pairs[0] pairs of a row take the token's frame, the next pairs[1] its row and the last pairs[2] its column;
+ * together they are head_dim / 2, any may be 0. Tokens outside the grid rotate by no angle. Not with cu_seqlens.
+ *
+ * The tables lie where q and k lie; out and lse meet none of them. */
+typedef struct vcattn_rope {
+  int32_t pairing; /* vcattn_rope_pairing; with NONE the rest is not looked at */
+  int32_t tables;  /* vcattn_rope_tables */
+  const float* cos[3];
+  const float* sin[3];
+  int64_t stride[4]; /* PER_TOKEN: batch, token, head, pair; of both tables */
+  int64_t pairs[3];  /* PER_AXIS: frames, height, width */
+} vcattn_rope;
 
 /* Fill with vcattn_attention_params_init, then set what differs. Scores are FP32, as in any kernel: |softmax_scale q .
  * k| up to 2^100 is right, and what leaves the range of FP32 is VCATTN_OVERFLOW. Recipes that quantise may store
  * magnitudes below 2^-76 as zero.
  *
  * out[b, i, h, :] = sum_j softmax_j(softmax_scale * q[b, i, h, :] . k[b, j, g, :]) v[b, j, g, :],
- * g = h / (num_heads / num_heads_kv), over the keys j that the mask or the segment admits. A row that no key is
- * admitted for is 0 with lse -inf. */
+ * g = h / (num_heads / num_heads_kv), over the keys j that the mask or the segment admits, with q and k as rope_q and
+ * rope_k rotate them. A row that no key is admitted for is 0 with lse -inf. */
 typedef struct vcattn_attention_params {
   size_t struct_size;      /* sizeof(vcattn_attention_params), set by init */
   vcattn_tensor q;         /* [batch, seqlen_q, num_heads, head_dim] */
   vcattn_tensor k;         /* [batch, seqlen_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads */
   vcattn_tensor v;         /* [batch, seqlen_kv, num_heads_kv, head_dim] */
   vcattn_tensor out;       /* [batch, seqlen_q, num_heads, head_dim] */
-  float* lse;              /* optional [batch, seqlen_q, num_heads], natural logarithm, of the keys as given */
+  float* lse;              /* optional [batch, seqlen_q, num_heads], natural logarithm, of the keys as given, or as
+                              rope_k rotates them */
   int64_t lse_stride[3];   /* in elements */
   double softmax_scale;    /* > 0 and at most 2^64; 0 means 1 / sqrt(head_dim) */
   const uint8_t* key_mask; /* optional [batch, seqlen_kv], non-zero admits the key; other keys are never read */
@@ -260,6 +296,7 @@ typedef struct vcattn_attention_params {
   void* stream;        /* CUDA: a cudaStream_t; NULL is the default stream */
   int32_t num_threads; /* CPU: at most; 0: as many as the process may use */
   uint32_t flags;
+  vcattn_rope rope_q, rope_k; /* optional; zero: q, or k, is taken as it is */
 } vcattn_attention_params;
 
 /* Zeroes `params`, sets struct_size and the recipe `accurate`. */

@@ -69,6 +69,33 @@ inline vcattn_tensor make_tensor(const void* data, vcattn_dtype dtype, const Sha
   return make_tensor(const_cast<void*>(data), dtype, s, layout);
 }
 
+// rope_q or rope_k with dense tables [seqlen, head_dim / 2] that all batch entries and heads share; for others, change
+// the strides of the result.
+inline vcattn_rope make_rope(vcattn_rope_pairing pairing, const float* cos, const float* sin, int64_t head_dim) {
+  vcattn_rope rope{};
+  rope.pairing = pairing;
+  rope.tables = VCATTN_ROPE_PER_TOKEN;
+  rope.cos[0] = cos;
+  rope.sin[0] = sin;
+  rope.stride[1] = head_dim / 2;
+  rope.stride[3] = 1;
+  return rope;
+}
+
+// One table [extent, pairs] each for the frames, the height and the width of params.grid.
+inline vcattn_rope make_rope(vcattn_rope_pairing pairing, const std::array<const float*, 3>& cos,
+                             const std::array<const float*, 3>& sin, const std::array<int64_t, 3>& pairs) {
+  vcattn_rope rope{};
+  rope.pairing = pairing;
+  rope.tables = VCATTN_ROPE_PER_AXIS;
+  for (size_t axis = 0; axis < 3; ++axis) {
+    rope.cos[axis] = cos[axis];
+    rope.sin[axis] = sin[axis];
+    rope.pairs[axis] = pairs[axis];
+  }
+  return rope;
+}
+
 // Parameters with the defaults of vcattn_attention_params_init: recipe `accurate`, softmax_scale 1/sqrt(head_dim).
 inline vcattn_attention_params make_params() {
   vcattn_attention_params params;

@@ -31,6 +31,7 @@ STRUCTS = {
     "vcattn_grouping": _abi.Grouping,
     "vcattn_recipe": _abi.Recipe,
     "vcattn_video_grid": _abi.VideoGrid,
+    "vcattn_rope": _abi.Rope,
     "vcattn_attention_params": _abi.AttentionParams,
     "vcattn_schedule": _abi.Schedule,
     "vcattn_schedule_step": _abi.ScheduleStep,

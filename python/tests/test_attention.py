@@ -100,8 +100,6 @@ def test_refusals():
     refuse = pytest.raises(vcattn.InvalidArgumentError, match="layout")
     with refuse:
         vcattn.attention(q, k, v, layout="SBHD")
-    with pytest.raises(vcattn.UnsupportedError, match="rope"):
-        vcattn.attention(q, k, v, rope=(q, q))
     with pytest.raises(vcattn.InvalidArgumentError, match="step needs"):
         vcattn.attention(q, k, v, step=1)
     with pytest.raises(vcattn.InvalidArgumentError, match="q: four axes"):

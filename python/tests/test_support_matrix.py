@@ -31,6 +31,15 @@ def mixed() -> list[np.ndarray]:
     return [q, k.astype(np.float16), v]
 
 
+def table(rows: int, pairs: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    angle = normal(rows, rows, pairs)
+    return np.cos(angle), np.sin(angle)
+
+
+def axes() -> vcattn.Rope:
+    return vcattn.Rope(*zip(*(table(rows, pairs) for rows, pairs in ((4, 8), (5, 12), (6, 12)))))
+
+
 MASK = (np.arange(200) < 150)[None]
 REQUESTS: dict[str, Callable[[], Any]] = {
     "float16": lambda: vcattn.attention(*qkv(dtype=np.float16)),
@@ -52,7 +61,11 @@ REQUESTS: dict[str, Callable[[], Any]] = {
     "lse": lambda: vcattn.attention(*qkv(), return_lse=True),
     "strided views": lambda: vcattn.attention(*(x[:, ::2, ::-1][:, :, ::-1] for x in qkv())),
     "broadcast views": lambda: vcattn.attention(*(np.broadcast_to(x, (3, *x.shape[1:])) for x in qkv())),
-    "rope": lambda: vcattn.attention(*qkv(), rope=object()),
+    "rope per token": lambda: vcattn.attention(*qkv(), rope=(vcattn.Rope(*table(130)), vcattn.Rope(*table(200)))),
+    "rope per axis, with text": lambda: vcattn.attention(*qkv(), rope=axes(), grid=(2, 4, 5, 6)),
+    "rope per axis of packed segments": lambda: vcattn.attention(
+        *qkv(), rope=axes(), grid=(2, 4, 5, 6), cu_seqlens=([0, 130], [0, 200])
+    ),
     **{f"recipe {name}": lambda name=name: vcattn.attention(*qkv(), recipe=name) for name in vcattn.recipe_names()},
 }
 

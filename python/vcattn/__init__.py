@@ -20,6 +20,7 @@ from .errors import (
 from .policy import Choice, Policy
 from .recipe import Recipe, recipe_names
 from .report import Report
+from .rope import Rope
 from .schedule import Schedule
 
 try:
@@ -67,6 +68,7 @@ __all__ = [
     "Policy",
     "Recipe",
     "Report",
+    "Rope",
     "Schedule",
     "ScoreOverflowError",
     "Sensitivity",

@@ -26,6 +26,9 @@ MEMORY_HOST, MEMORY_CUDA = 0, 1
 
 ALLOW_NONFINITE = 1
 
+ROPE_INTERLEAVED, ROPE_HALF_SPLIT = 1, 2
+ROPE_PER_TOKEN, ROPE_PER_AXIS = 0, 1
+
 ORDER_SEQUENCE, ORDER_CUBE, ORDER_KMEANS, ORDER_BALANCED, ORDER_CHAIN = range(5)
 
 SCHEDULE_FIRST_QUARTER, SCHEDULE_UNIFORM_QUARTER, SCHEDULE_EVERY_STEP, SCHEDULE_NEVER = range(4)
@@ -99,6 +102,19 @@ class VideoGrid(ctypes.Structure):
     _fields_ = [("first_token", c_int64), ("frames", c_int64), ("height", c_int64), ("width", c_int64)]
 
 
+class Rope(ctypes.Structure):
+    """vcattn_rope"""
+
+    _fields_ = [
+        ("pairing", c_int32),
+        ("tables", c_int32),
+        ("cos", c_void_p * 3),
+        ("sin", c_void_p * 3),
+        ("stride", c_int64 * 4),
+        ("pairs", c_int64 * 3),
+    ]
+
+
 class AttentionParams(ctypes.Structure):
     """vcattn_attention_params"""
 
@@ -124,6 +140,8 @@ class AttentionParams(ctypes.Structure):
         ("stream", c_void_p),
         ("num_threads", c_int32),
         ("flags", c_uint32),
+        ("rope_q", Rope),
+        ("rope_k", Rope),
     ]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from . import _abi, _library
 from .errors import InvalidArgumentError
 from .recipe import as_recipe, facts
+from .rope import RopePair, set_rope
 
 _PARAMS_SIZE = ctypes.sizeof(_abi.AttentionParams)
 # vcattn_tensor: data, dtype, reserved, shape, stride. One pack instead of ten assignments.
@@ -192,6 +193,7 @@ def attention(
     mask: Any = None,
     segments: Segments | None = None,
     permutation: Any = None,
+    rope: RopePair | None = None,
     want_lse: bool = False,
 ) -> tuple[Any, Any]:
     """(out, lse): out of q's shape and dtype, in memory always [batch, seqlen, num_heads, head_dim]; lse float32,
@@ -218,6 +220,10 @@ def attention(
         _set_segments(params, segments)
     if permutation is not None:
         params.permutation = arrays.address(permutation)
+    if rope is not None:
+        for which, one in zip("qk", rope):
+            if one is not None:
+                set_rope(params, which, one, arrays, bhsd, q)
     params.memory, params.stream = arrays.place(q)
     with arrays.current_device(q):
         _run(library.vcattn_attention_workspace_size, library.vcattn_attention, params, message, arrays, q)

@@ -52,6 +52,15 @@ def describe_mask(mask: Any, like: np.ndarray) -> tuple[int, tuple[int, ...], tu
     return _address(mask), mask.shape, mask.strides
 
 
+def describe_table(name: str, table: Any, like: np.ndarray) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """(address, shape, strides in elements) of a float32 table."""
+    if not _is_plain(table) or table.dtype != np.float32:
+        raise InvalidArgumentError(f"{name}: a float32 array like q; found {getattr(table, 'dtype', type(table))}")
+    if any(step % 4 for step in table.strides):
+        raise InvalidArgumentError(f"{name}: strides {table.strides} are not multiples of the element size of 4 bytes")
+    return _address(table), table.shape, tuple(step // 4 for step in table.strides)
+
+
 def check_same_place(name: str, x: Any, like: np.ndarray) -> None:
     """Raises InvalidArgumentError unless `x` is a numpy array too."""
     if not isinstance(x, np.ndarray):

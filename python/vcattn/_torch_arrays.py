@@ -72,6 +72,16 @@ def describe_mask(mask: Any, like: torch.Tensor) -> tuple[int, tuple[int, ...], 
     return mask.data_ptr(), mask.shape, mask.stride()
 
 
+def describe_table(name: str, table: Any, like: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """(address, shape, strides) of a float32 table on the device of `like`."""
+    if not isinstance(table, torch.Tensor) or table.dtype != torch.float32:
+        raise InvalidArgumentError(f"{name}: a float32 tensor; found {getattr(table, 'dtype', type(table))}")
+    check_same_place(name, table, like)
+    if table.layout != torch.strided or table.is_neg():
+        raise InvalidArgumentError(f"{name}: a dense tensor whose memory holds its values; see torch.resolve_neg")
+    return table.data_ptr(), tuple(table.shape), table.stride()
+
+
 def check_same_place(name: str, x: Any, like: torch.Tensor) -> None:
     """Raises InvalidArgumentError unless `x` is a tensor on the device of `like`."""
     if not isinstance(x, torch.Tensor):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import _abi, _arrays, _call
-from .errors import InvalidArgumentError, UnsupportedError
+from .errors import InvalidArgumentError
 from .recipe import AUTO, Recipe, spec_of
+from .rope import Rope, pair_of
 from .state import State
 
 _LAYOUTS = ("BSHD", "BHSD")
@@ -23,7 +24,7 @@ def attention(
     key_padding_mask: Any = None,
     cu_seqlens: Any = None,
     enable_gqa: bool = False,
-    rope: Any = None,
+    rope: Rope | tuple[Rope | None, Rope | None] | None = None,
     return_lse: bool = False,
     state: State | None = None,
     step: int | None = None,
@@ -44,13 +45,14 @@ def attention(
     cu_seqlens: packed sequences (batch 1): offsets [segments + 1] in host memory for queries and keys, or a pair of
         them. Segment s attends from its queries to its keys. Not together with key_padding_mask.
     enable_gqa: allows num_heads to be a multiple of num_heads_kv; else they must agree.
-    rope: not supported yet; rotate q and k before the call.
-    return_lse: also the natural logarithm of each row's sum of exponentials, of the keys as given.
+    rope: rotates q and k in the call: a Rope for both, or a pair, where None leaves one as it is.
+    return_lse: also the natural logarithm of each row's sum of exponentials, of the keys as given, or as `rope` rotates
+        them.
     state, step: the order of the values kept between denoising steps, and the index of this one. Without a step index
         each call makes its own order.
     grid: (first_token, frames, height, width): where the video tokens are, between others (text). Recipes with v_order
-        "cube" need it. Those that cluster then order its tokens alone, and leave the others behind them; (first_token,
-        1, 1, count) will do for them. Not together with cu_seqlens.
+        "cube" need it, and so does a Rope of three axes. Recipes that cluster then order its tokens alone, and leave
+        the others behind them; (first_token, 1, 1, count) will do for them. Not together with cu_seqlens.
     allow_nonfinite: NaN and infinities make the rows that they touch NaN; without it host arrays that hold them are
         refused. CUDA tensors are never looked at from the host and act as with it.
     backend: "auto", "cpu" for host memory or "sm90a" for CUDA memory: forces one of `backends()` or raises.
@@ -64,8 +66,6 @@ def attention(
     Raises InvalidArgumentError, UnsupportedError, NonfiniteInputError or ScoreOverflowError with the library's line;
     UnsupportedError where a gradient would be needed.
     """
-    if rope is not None:
-        raise UnsupportedError("rope is not supported by this version: rotate q and k before the call")
     if layout not in _LAYOUTS:
         raise InvalidArgumentError(f'layout is "BSHD" or "BHSD"; found {layout!r}')
     if step is not None and state is None:
@@ -81,6 +81,12 @@ def attention(
     for name, x in (("k", k), ("v", v)):
         arrays.check_same_place(name, x, q)
     arrays.check_differentiable(q, k, v)
+    ropes = None if rope is None else pair_of(rope)
+    if ropes is not None:
+        tables = [table for one in ropes if one is not None for table in one.tables]
+        for table in tables:
+            arrays.check_same_place("rope", table, q)
+        arrays.check_differentiable(*tables)
     packed = cu_seqlens is not None and len(q.shape) == 3
     if packed:
         if layout != "BSHD":
@@ -100,7 +106,16 @@ def attention(
     if state is not None:
         options, permutation = state.prepare(calls, arrays, v, options, step, key_padding_mask, segments)
     out, lse = calls.attention(
-        arrays, q, k, v, options, mask=key_padding_mask, segments=segments, permutation=permutation, want_lse=return_lse
+        arrays,
+        q,
+        k,
+        v,
+        options,
+        mask=key_padding_mask,
+        segments=segments,
+        permutation=permutation,
+        rope=ropes,
+        want_lse=return_lse,
     )
     if packed:
         out, lse = out[0], None if lse is None else lse[0]

@@ -16,11 +16,14 @@ import torch
 from . import _abi, _call, _torch_arrays
 from . import recipe as recipe_module
 from .errors import InvalidArgumentError
+from .rope import Rope, RopePair
 
 # recipe: spec. scale: 0 is the default. grid: empty or [first_token, frames, height, width]. lse: empty unless wanted.
+# rope_q, rope_k: the tables of a Rope.
 _SCHEMAS = (
     "attention(Tensor q, Tensor k, Tensor v, *, str recipe, bool bhsd, float scale=0.0, Tensor? key_padding_mask=None,"
-    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? permutation=None, SymInt[] grid=[],"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, Tensor? permutation=None, Tensor[]? rope_q=None,"
+    " bool rope_q_interleaved=True, Tensor[]? rope_k=None, bool rope_k_interleaved=True, SymInt[] grid=[],"
     ' int flags=0, str backend="auto", bool return_lse=False) -> (Tensor, Tensor)',
     "group(Tensor v, *, str recipe, bool bhsd, Tensor? key_padding_mask=None, Tensor? cu_seqlens_q=None,"
     " Tensor? cu_seqlens_kv=None, Tensor? centroids=None, SymInt[] grid=[], int flags=0,"
@@ -89,6 +92,10 @@ def _attention(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     permutation: torch.Tensor | None = None,
+    rope_q: list[torch.Tensor] | None = None,
+    rope_q_interleaved: bool = True,
+    rope_k: list[torch.Tensor] | None = None,
+    rope_k_interleaved: bool = True,
     grid: list[int] = [],  # noqa: B006  (torch's default for int[])
     flags: int = 0,
     backend: str = "auto",
@@ -109,6 +116,7 @@ def _attention(
         mask=key_padding_mask,
         segments=_segments(cu_seqlens_q, cu_seqlens_kv),
         permutation=permutation,
+        rope=(Rope.of_tables(rope_q, rope_q_interleaved), Rope.of_tables(rope_k, rope_k_interleaved)),
         want_lse=return_lse,
     )
     return out, q.new_empty(0, dtype=torch.float32) if lse is None else lse
@@ -263,9 +271,11 @@ def attention(
     mask: torch.Tensor | None = None,
     segments: Segments | None = None,
     permutation: torch.Tensor | None = None,
+    rope: RopePair | None = None,
     want_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As _call.attention."""
+    rope_q, rope_k = rope or (None, None)
     out, lse = torch.ops.vcattn.attention(
         q,
         k,
@@ -277,6 +287,10 @@ def attention(
         cu_seqlens_q=None if segments is None else segments.q,
         cu_seqlens_kv=None if segments is None else segments.kv,
         permutation=permutation,
+        rope_q=None if rope_q is None else rope_q.tables,
+        rope_q_interleaved=rope_q is None or rope_q.interleaved,
+        rope_k=None if rope_k is None else rope_k.tables,
+        rope_k_interleaved=rope_k is None or rope_k.interleaved,
         grid=list(options.grid or ()),
         flags=options.flags,
         backend=options.backend,

@@ -7,9 +7,11 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "core/message.h"
 #include "core/recipes.h"
+#include "core/validate_parts.h"
 
 namespace vcattn {
 namespace {
@@ -88,11 +90,6 @@ bool self_overlapping(const int64_t* shape, const int64_t* stride, int axes) {
   return false;
 }
 
-struct Range {
-  uintptr_t begin = 0, end = 0;
-  bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
-};
-
 Range memory_of(const vcattn_tensor& t) {
   int64_t bytes = 0;
   byte_extent(t, bytes);
@@ -100,7 +97,8 @@ Range memory_of(const vcattn_tensor& t) {
   return {begin, begin + static_cast<uintptr_t>(bytes)};
 }
 
-vcattn_code validate_lse(const vcattn_attention_params& p, const Range& out, vcattn_message* message) {
+// `lse` becomes its memory.
+vcattn_code validate_lse(const vcattn_attention_params& p, const Range& out, Range& lse, vcattn_message* message) {
   if (p.lse == nullptr) return VCATTN_OK;
   if (const vcattn_code code = validate_alignment(p.lse, "lse", message); code != VCATTN_OK) return code;
   const int64_t shape[3] = {p.q.shape[0], p.q.shape[1], p.q.shape[2]};
@@ -118,7 +116,7 @@ vcattn_code validate_lse(const vcattn_attention_params& p, const Range& out, vca
                 fmt::join(p.lse_stride, ", "));
   }
   const auto begin = reinterpret_cast<uintptr_t>(p.lse);
-  const Range lse = {begin, begin + static_cast<uintptr_t>(last + 1) * sizeof(float)};
+  lse = {begin, begin + static_cast<uintptr_t>(last + 1) * sizeof(float)};
   if (lse.meets(out) || lse.meets(memory_of(p.q)) || lse.meets(memory_of(p.k)) || lse.meets(memory_of(p.v))) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "lse: its memory must not overlap q, k, v or out");
   }
@@ -168,22 +166,15 @@ vcattn_code validate_segments(const vcattn_attention_params& p, bool needs_q, vc
   return validate_cu_seqlens(p.cu_seqlens_kv, "cu_seqlens_kv", p.num_segments, p.v.shape[1], message);
 }
 
-vcattn_code validate_grid(const vcattn_attention_params& p, vcattn_message* message) {
+vcattn_code validate_order(const vcattn_attention_params& p, vcattn_message* message) {
   const vcattn_video_grid& g = p.grid;
   const bool cube = p.recipe.v_order == VCATTN_ORDER_CUBE;
   const bool given = g.first_token != 0 || g.frames != 0 || g.height != 0 || g.width != 0;
   if (!cube && !given) return VCATTN_OK;
-  int64_t tokens, end;
-  if (g.frames < 1 || g.height < 1 || g.width < 1 || g.first_token < 0) {
-    return fail(message, VCATTN_INVALID_ARGUMENT, "{}; found first_token {}, frames {}, height {}, width {}",
-                cube ? "v_order cube needs the video grid" : "grid: all zero, or at least one frame, row and column",
-                g.first_token, g.frames, g.height, g.width);
-  }
-  if (__builtin_mul_overflow(g.frames, g.height, &tokens) || __builtin_mul_overflow(tokens, g.width, &tokens) ||
-      __builtin_add_overflow(tokens, g.first_token, &end) || end > p.v.shape[1]) {
-    return fail(message, VCATTN_INVALID_ARGUMENT, "grid: {} + {} x {} x {} tokens exceed seqlen {}", g.first_token,
-                g.frames, g.height, g.width, p.v.shape[1]);
-  }
+  const char* need =
+      cube ? "v_order cube needs the video grid" : "grid: all zero, or at least one frame, row and column";
+  const vcattn_code code = validate_grid(g, need, p.v.shape[1], message);
+  if (code != VCATTN_OK) return code;
   if (p.recipe.v_order == VCATTN_ORDER_SEQUENCE) return VCATTN_OK;
   if (cube && (p.key_mask != nullptr || p.cu_seqlens_kv != nullptr)) {
     return fail(message, VCATTN_UNSUPPORTED, "v_order cube does not go with key_mask or cu_seqlens");
@@ -283,6 +274,20 @@ vcattn_code validate_shapes(const vcattn_attention_params& p, vcattn_message* me
 
 }  // namespace
 
+vcattn_code validate_grid(const vcattn_video_grid& g, const char* need, int64_t seqlen, vcattn_message* message) {
+  int64_t tokens, end;
+  if (g.frames < 1 || g.height < 1 || g.width < 1 || g.first_token < 0) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "{}; found first_token {}, frames {}, height {}, width {}", need,
+                g.first_token, g.frames, g.height, g.width);
+  }
+  if (__builtin_mul_overflow(g.frames, g.height, &tokens) || __builtin_mul_overflow(tokens, g.width, &tokens) ||
+      __builtin_add_overflow(tokens, g.first_token, &end) || end > seqlen) {
+    return fail(message, VCATTN_INVALID_ARGUMENT, "grid: {} + {} x {} x {} tokens exceed seqlen {}", g.first_token,
+                g.frames, g.height, g.width, seqlen);
+  }
+  return VCATTN_OK;
+}
+
 vcattn_code validate_attention(const vcattn_attention_params* params, Problem& problem, vcattn_message* message) {
   vcattn_code code = validate_common(params, message);
   if (code != VCATTN_OK) return code;
@@ -295,7 +300,7 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
   if (code == VCATTN_OK) code = validate_segments(p, true, message);
   if (code != VCATTN_OK) return code;
   code = validate_softmax_scale(p.softmax_scale, message);
-  if (code == VCATTN_OK && p.permutation == nullptr) code = validate_grid(p, message);
+  if (code == VCATTN_OK && p.permutation == nullptr) code = validate_order(p, message);
   if (code != VCATTN_OK) return code;
   if (self_overlapping(p.out.shape, p.out.stride, 4)) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "out: strides [{}] make elements overlap",
@@ -307,7 +312,10 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
       return fail(message, VCATTN_INVALID_ARGUMENT, "out: its memory must not overlap {}", name);
     }
   }
-  code = validate_lse(p, out, message);
+  Range lse;
+  code = validate_lse(p, out, lse, message);
+  if (code == VCATTN_OK) code = validate_rope(p, {p.rope_q, "rope_q", p.q, {out, lse}}, message);
+  if (code == VCATTN_OK) code = validate_rope(p, {p.rope_k, "rope_k", p.k, {out, lse}}, message);
   if (code == VCATTN_OK) code = validate_alignment(p.permutation, "permutation", message);
   if (code != VCATTN_OK) return code;
   fill_problem(p, problem);
@@ -319,7 +327,7 @@ vcattn_code validate_attention(const vcattn_attention_params* params, Problem& p
 vcattn_code validate_grouping(const vcattn_attention_params* params, Problem& problem, vcattn_message* message) {
   vcattn_code code = validate_common(params, message);
   if (code == VCATTN_OK) code = validate_segments(*params, false, message);
-  if (code == VCATTN_OK) code = validate_grid(*params, message);
+  if (code == VCATTN_OK) code = validate_order(*params, message);
   if (code != VCATTN_OK) return code;
   fill_problem(*params, problem);
   return VCATTN_OK;

@@ -5,8 +5,10 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "core/message.h"
+#include "core/rope.h"
 #include "core/tensor_access.h"
 #include "cpu/keep_smallest.h"
 #include "cpu/preprocess.h"
@@ -16,16 +18,17 @@ namespace {
 
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 
-// Index of the first token in [batch, seqlen] whose rows are read and hold something that is not finite.
-template <typename Reads>
-int64_t first_bad_token(const vcattn_tensor& t, Reads reads) {
+// Index of the first token in [batch, seqlen] whose rows are read and hold something that is not finite, or do once
+// they are rotated.
+template <typename Load, typename Reads>
+int64_t first_bad_token(const vcattn_tensor& t, Load load, Reads reads) {
   std::atomic<int64_t> first{kNone};
   oneapi::tbb::parallel_for(int64_t{0}, t.shape[0] * t.shape[1], [&](int64_t index) {
     const int64_t batch = index / t.shape[1], token = index % t.shape[1];
     if (!reads(batch, token)) return;
     float row[VCATTN_MAX_HEAD_DIM];
     for (int64_t head = 0; head < t.shape[2]; ++head) {
-      load_row(t, batch, token, head, row);
+      load(batch, token, head, row);
       // Exponents all ones: one vector pass instead of a branch an element.
       uint32_t bad = 0;
       for (int64_t d = 0; d < t.shape[3]; ++d) {
@@ -39,43 +42,51 @@ int64_t first_bad_token(const vcattn_tensor& t, Reads reads) {
   return first.load();
 }
 
-vcattn_code report(const vcattn_tensor& t, const char* name, int64_t index, vcattn_message* message) {
+template <typename Load>
+vcattn_code report(const vcattn_tensor& t, const char* name, Load load, int64_t index, vcattn_message* message) {
   const int64_t batch = index / t.shape[1], token = index % t.shape[1];
-  float row[VCATTN_MAX_HEAD_DIM];
+  float given[VCATTN_MAX_HEAD_DIM], rotated[VCATTN_MAX_HEAD_DIM];
   for (int64_t head = 0; head < t.shape[2]; ++head) {
-    load_row(t, batch, token, head, row);
-    for (int64_t d = 0; d < t.shape[3]; ++d) {
-      if (std::isfinite(row[d])) continue;
-      return fail(message, VCATTN_NONFINITE_INPUT, "{}: {} at batch {}, token {}, head {}, channel {}", name,
-                  std::isnan(row[d]) ? "NaN" : "infinity", batch, token, head, d);
+    load_row(t, batch, token, head, given);
+    load(batch, token, head, rotated);
+    // What was given first: one such channel spoils both of its pair.
+    for (const auto& [row, when] : {std::pair{given, ""}, std::pair{rotated, ", once rotated by rope"}}) {
+      for (int64_t d = 0; d < t.shape[3]; ++d) {
+        if (std::isfinite(row[d])) continue;
+        return fail(message, VCATTN_NONFINITE_INPUT, "{}: {} at batch {}, token {}, head {}, channel {}{}", name,
+                    std::isnan(row[d]) ? "NaN" : "infinity", batch, token, head, d, when);
+      }
     }
   }
   return VCATTN_OK;
 }
 
-template <typename Reads>
-vcattn_code check_tensor(const vcattn_tensor& t, const char* name, Reads reads, vcattn_message* message) {
-  const int64_t bad = first_bad_token(t, reads);
-  return bad == kNone ? VCATTN_OK : report(t, name, bad, message);
+template <typename Load, typename Reads>
+vcattn_code check_tensor(const vcattn_tensor& t, const char* name, Load load, Reads reads, vcattn_message* message) {
+  const int64_t bad = first_bad_token(t, load, reads);
+  return bad == kNone ? VCATTN_OK : report(t, name, load, bad, message);
 }
 
 }  // namespace
 
 vcattn_code check_finite_values(const Problem& problem, vcattn_message* message) {
-  const vcattn_attention_params& p = *problem.params;
+  const vcattn_tensor& v = problem.params->v;
   if (problem.allows_nonfinite()) return VCATTN_OK;
   return check_tensor(
-      p.v, "v", [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
+      v, "v", [&](int64_t b, int64_t t, int64_t h, float* row) { load_row(v, b, t, h, row); },
+      [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
 }
 
 vcattn_code check_finite(const Problem& problem, vcattn_message* message) {
   const vcattn_attention_params& p = *problem.params;
   if (problem.allows_nonfinite()) return VCATTN_OK;
   const vcattn_code q = check_tensor(
-      p.q, "q", [](int64_t, int64_t) { return true; }, message);
+      p.q, "q", [&](int64_t b, int64_t t, int64_t h, float* row) { load_query(problem, b, t, h, row); },
+      [](int64_t, int64_t) { return true; }, message);
   if (q != VCATTN_OK) return q;
   const vcattn_code k = check_tensor(
-      p.k, "k", [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
+      p.k, "k", [&](int64_t b, int64_t t, int64_t h, float* row) { load_key(problem, b, t, h, row); },
+      [&](int64_t b, int64_t t) { return problem.admits(b, t); }, message);
   return k != VCATTN_OK ? k : check_finite_values(problem, message);
 }
 

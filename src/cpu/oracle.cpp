@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/message.h"
+#include "core/rope.h"
 #include "core/tensor_access.h"
 #include "core/validate.h"
 
@@ -37,7 +38,7 @@ void load_operands(const Problem& problem, int64_t batch, int64_t head, HeadOper
   operands.v.resize(keys * dim);
   oneapi::tbb::parallel_for(int64_t{0}, keys, [&](int64_t j) {
     float row[VCATTN_MAX_HEAD_DIM];
-    load_row(problem.params->k, batch, j, head, row);
+    load_key(problem, batch, j, head, row);
     for (int64_t d = 0; d < dim; ++d) operands.k[d * keys + j] = row[d];
     load_row(problem.params->v, batch, j, head, row);
     for (int64_t d = 0; d < dim; ++d) operands.v[j * dim + d] = row[d];
@@ -46,11 +47,10 @@ void load_operands(const Problem& problem, int64_t batch, int64_t head, HeadOper
 
 void oracle_row(const Problem& problem, const HeadOperands& operands, int64_t batch, int64_t query, int64_t head,
                 double* out, double* lse) {
-  const vcattn_attention_params& p = *problem.params;
   const int64_t keys = problem.seqlen_kv, dim = problem.head_dim;
   const KeyRange range = keys_of(problem, query);
   float q[VCATTN_MAX_HEAD_DIM];
-  load_row(p.q, batch, query, head, q);
+  load_query(problem, batch, query, head, q);
   std::vector<double> scores(range.end - range.begin, 0.0);
   for (int64_t d = 0; d < dim; ++d) {
     const double left = q[d] * problem.softmax_scale;

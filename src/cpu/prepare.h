@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/arena.h"
+#include "core/rope.h"
 #include "core/tensor_access.h"
 #include "core/validate.h"
 #include "cpu/plan.h"
@@ -65,16 +66,26 @@ void clean_row(float* row, int64_t count, Poisoned poisoned) {
   }
 }
 
-// rows[sequence.keys, dim] = the admitted tokens of one head of k or v, zero-padded. Where non-finite input is allowed
-// it becomes 0 and is reported.
+// row[head_dim] = one row of q, k or v, rotated by `rope`. Where non-finite input is allowed it becomes 0 and is
+// reported, and so does what the rotation made of finite input.
+template <typename Poisoned>
+void load_clean_row(const Problem& problem, const vcattn_tensor& tensor, const vcattn_rope& rope, int64_t batch,
+                    int64_t token, int64_t head, float* row, Poisoned poisoned) {
+  load_row(tensor, batch, token, head, row);
+  if (problem.allows_nonfinite()) clean_row(row, problem.head_dim, poisoned);
+  if (rope.pairing == VCATTN_ROPE_NONE) return;
+  apply_rope(rope, problem.params->grid, batch, token, head, problem.head_dim, row);
+  if (problem.allows_nonfinite()) clean_row(row, problem.head_dim, poisoned);
+}
+
+// rows[sequence.keys, dim] = the admitted tokens of one head of k or v, zero-padded.
 template <typename Poisoned>
 void gather_tokens(const Problem& problem, const Sequence& sequence, const vcattn_tensor& tensor, int64_t head,
-                   const int32_t* admitted, int64_t dim, float* rows, Poisoned poisoned) {
+                   const int32_t* admitted, int64_t dim, float* rows, Poisoned poisoned, const vcattn_rope& rope = {}) {
   oneapi::tbb::parallel_for(int64_t{0}, sequence.keys, [&](int64_t i) {
     float* row = rows + i * dim;
-    load_row(tensor, sequence.batch, sequence.kv_begin + admitted[i], head, row);
+    load_clean_row(problem, tensor, rope, sequence.batch, sequence.kv_begin + admitted[i], head, row, poisoned);
     std::fill(row + problem.head_dim, row + dim, 0.0f);
-    if (problem.allows_nonfinite()) clean_row(row, problem.head_dim, poisoned);
   });
 }
 

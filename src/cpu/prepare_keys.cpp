@@ -1,4 +1,4 @@
-// K: centre over tokens, rotate, quantise tile by tile in the order of the values.
+// K: apply rope, centre over tokens, rotate, quantise tile by tile in the order of the values.
 #include <oneapi/tbb/parallel_for.h>
 
 #include <algorithm>
@@ -92,8 +92,10 @@ void quantise_keys(const Head& h) {
 
 void prepare_keys(const Head& h) {
   const QuantizedQkv& qkv = h.plan.qkv;
-  gather_tokens(h.problem, h.sequence, h.problem.params->k, h.kv_head, h.plan.head.admitted, qkv.dim, h.plan.head.rows,
-                [&](int64_t) { set_flag(qkv.k_poison[h.slot()]); });
+  const vcattn_attention_params& p = *h.problem.params;
+  gather_tokens(
+      h.problem, h.sequence, p.k, h.kv_head, h.plan.head.admitted, qkv.dim, h.plan.head.rows,
+      [&](int64_t) { set_flag(qkv.k_poison[h.slot()]); }, p.rope_k);
   if (h.recipe.k_centred != 0) centre_keys(h, h.plan.head.k_mean + h.slot() * qkv.dim);
   if (h.recipe.qk_hadamard != 0) rotate_rows(h.plan.head.rows, h.sequence.keys, qkv.dim);
   quantise_keys(h);

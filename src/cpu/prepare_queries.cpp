@@ -1,4 +1,4 @@
-// Q: rotate, scale per token or block, quantise.
+// Q: apply rope, rotate, scale per token or block, quantise.
 #include <algorithm>
 #include <cmath>
 
@@ -12,15 +12,14 @@ namespace {
 
 void load_queries(const QueryRows& b) {
   const QuantizedQkv& qkv = b.plan.qkv;
-  const bool poisons = b.problem.allows_nonfinite();
+  const vcattn_attention_params& p = *b.problem.params;
   std::fill(b.rows, b.rows + kBlockM * qkv.dim, 0.0f);
   for (int64_t i = 0; i < b.count; ++i) {
     float* row = b.rows + i * qkv.dim;
-    load_row(b.problem.params->q, b.sequence.batch, b.sequence.q_begin + b.block * kBlockM + i, b.head, row);
-    if (!poisons) continue;
-    uint8_t& flag = qkv.q_poison[b.place() + i];
-    flag = 0;
-    clean_row(row, b.problem.head_dim, [&](int64_t) { flag = 1; });
+    uint8_t poisoned = 0;
+    load_clean_row(b.problem, p.q, p.rope_q, b.sequence.batch, b.sequence.q_begin + b.block * kBlockM + i, b.head, row,
+                   [&](int64_t) { poisoned = 1; });
+    if (b.problem.allows_nonfinite()) qkv.q_poison[b.place() + i] = poisoned;
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/recipes.h"
 #include "preprocess/key_order.cuh"
+#include "preprocess/rope.cuh"
 #include "preprocess/row_math.cuh"
 #include "preprocess/rows.cuh"
 #include "preprocess/stages.h"
@@ -15,6 +16,7 @@ static_assert(kUnitRows == kBlockN, "a unit of K or V is a tile");
 
 struct PrepareArgs {
   Operand q, k, v;
+  RopeArgs rope_q, rope_k;
   KeyOrder order;
   Rotation rotation;  // of Q and K
   QuantizedQkv qkv;
@@ -34,6 +36,8 @@ inline PrepareArgs prepare_args(const PrepareCall& call) {
   args.q = operand(p.q);
   args.k = operand(p.k);
   args.v = operand(p.v);
+  args.rope_q = rope_args(call.problem, p.rope_q);
+  args.rope_k = rope_args(call.problem, p.rope_k);
   args.order = key_order(call.problem, call.scratch);
   args.rotation = rotation(recipe, call.problem.head_dim);
   args.qkv = call.qkv;

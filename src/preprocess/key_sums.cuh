@@ -10,18 +10,26 @@ constexpr int kSlabRows = 32;
 constexpr int kSlabs = 4;
 static_assert(kStatisticsRows == kMeanTiles * kBlockN, "partial sums are numbered like mean groups");
 
-template <typename Element, int kDim>
-struct SumShared {
+// Rows of the tables of rope_k for the tokens of each slab; nothing without rope.
+template <bool kRope>
+struct SlabAngles {};
+template <>
+struct SlabAngles<true> {
+  RopeRow angle_rows[kSlabs][kSlabRows];
+};
+
+template <typename Element, int kDim, bool kRope>
+struct SumShared : SlabAngles<kRope> {
   alignas(128) std::byte slabs[kSlabs][kSlabRows * RowTile<Element, kDim>::kRowBytes];
   int32_t last;
 };
 
-// sum plus one channel of `rows` rows, in order; what is not finite counts as 0.
-template <typename Element, int kDim>
-__device__ __forceinline__ double add_rows(std::byte* slab, int channel, int rows, double sum) {
-  constexpr int kGroup = RowTile<Element, kDim>::kExchanged;
-  const Column<Element, kDim> column(slab, channel);
-  for (;;) {
+// sum plus one channel of `rows` rows, in order; what is not finite counts as 0, or where kRotated, whose tables may
+// hold as much, spoils the sum: the head is marked when its keys are quantised.
+template <bool kRotated, typename Values>
+__device__ __forceinline__ double add_rows(const Values& column, int rows, double sum) {
+  constexpr int kGroup = Values::Tile::kExchanged;
+  for (bool cleaned = false;; cleaned = true) {
     double total = sum;
     float check = 0.0f;
     const auto add = [&](int limit) {
@@ -41,7 +49,7 @@ __device__ __forceinline__ double add_rows(std::byte* slab, int channel, int row
     } else {
       add(rows);
     }
-    if (check == 0.0f) return total;
+    if (check == 0.0f || (kRotated && cleaned)) return total;
     column.clean(min(rows, kSlabRows));
   }
 }
@@ -59,9 +67,9 @@ __device__ __forceinline__ bool arrives_last(uint32_t& arrivals, int groups, Gro
 
 // The FP64 sum of kStatisticsRows tokens; `unit` counts them over all heads. The last of a sequence to be ready adds up
 // all and writes the mean.
-template <typename Element, int kDim>
+template <typename Element, int kDim, bool kRope>
 __device__ __forceinline__ void add_keys(const PrepareArgs& a, int unit, ChannelGroup<kDim> group,
-                                         SumShared<Element, kDim>& shared) {
+                                         SumShared<Element, kDim, kRope>& shared) {
   const QuantizedQkv& qkv = a.qkv;
   const int channel = group.thread(), kv_head = unit / qkv.mean_groups, place = unit % qkv.mean_groups;
   const int index = sequence_of(qkv, &Sequence::mean_group, place);
@@ -72,17 +80,22 @@ __device__ __forceinline__ void add_keys(const PrepareArgs& a, int unit, Channel
   const int rows = min(s.keys - first, kStatisticsRows);
   const Element* tokens = a.k.row<Element>(s.batch, s.kv_begin, kv_head);
   const bool plain = a.order.admitted == nullptr && a.k.chunked && a.k.head_dim == kDim;
+  // Behind the last row, the last again: not added.
+  const auto key_of = [&](int slab, int row) { return first + min(slab * kSlabRows + row, rows - 1); };
   const auto copy_slab = [&](int slab) {
     std::byte* to = shared.slabs[slab % kSlabs];
+    if constexpr (kRope) {
+      if (channel < kSlabRows) {
+        const int64_t token = int64_t{s.kv_begin} + a.order.token(s, key_of(slab, channel));
+        shared.angle_rows[slab % kSlabs][channel] = a.rope_k.row(s.batch, token, kv_head);
+      }
+    }
     if (plain && (slab + 1) * kSlabRows <= rows) {
       const Element* slab_tokens = tokens + int64_t{first + slab * kSlabRows} * a.k.token_stride;
       copy_whole_rows<Element, kDim, kSlabRows>(group, slab_tokens, a.k.token_stride, to);
     } else {
-      // Behind the last row, the last again: not added.
-      copy_rows<Element, kDim, kSlabRows>(group, a.k, to, [&](int row) {
-        const int key = first + min(slab * kSlabRows + row, rows - 1);
-        return tokens + a.order.token(s, key) * a.k.token_stride;
-      });
+      copy_rows<Element, kDim, kSlabRows>(
+          group, a.k, to, [&](int row) { return tokens + a.order.token(s, key_of(slab, row)) * a.k.token_stride; });
     }
   };
 #pragma unroll 1
@@ -93,7 +106,14 @@ __device__ __forceinline__ void add_keys(const PrepareArgs& a, int unit, Channel
     wait_copies<kSlabs - 2>();
     group.sync();  // slab has arrived, and the one before it has been read
     copy_slab(slab + kSlabs - 1);
-    sum = add_rows<Element, kDim>(shared.slabs[slab % kSlabs], channel, rows - slab * kSlabRows, sum);
+    std::byte* const tile = shared.slabs[slab % kSlabs];
+    const int left = rows - slab * kSlabRows;
+    if constexpr (kRope) {
+      const RopeRow* const angle_rows = shared.angle_rows[slab % kSlabs];
+      sum = add_rows<true>(RopeChannel<Element, kDim>(a.rope_k, tile, channel, angle_rows), left, sum);
+    } else {
+      sum = add_rows<false>(Column<Element, kDim>(tile, channel), left, sum);
+    }
   }
 
   const int groups = (s.keys + kStatisticsRows - 1) / kStatisticsRows;

@@ -1,4 +1,4 @@
-// K: subtract the mean, rotate, quantise tile by tile in the order of the values.
+// K: apply rope, subtract the mean, rotate, quantise tile by tile in the order of the values.
 #include "preprocess/args.cuh"
 #include "preprocess/launch.cuh"
 
@@ -13,8 +13,8 @@ struct KeyUnit {
   int32_t repeated;  // the row that all rows repeat; -1: none
 };
 
-template <typename Element, int kDim>
-struct KeyShared {
+template <typename Element, int kDim, int kPairing>
+struct KeyShared : RopeTile<kDim, kPairing> {
   alignas(128) std::byte tile[kUnitRows * RowTile<Element, kDim>::kRowBytes];  // then its codes
   alignas(16) float mean[kDim];
   const Element* rows[kUnitRows];
@@ -22,19 +22,32 @@ struct KeyShared {
   float warp_max[RowGroup<Element, kDim>::kCount / 32];
 };
 
+// Names the token of a row to those who copy it.
+template <typename Element, int kDim, int kPairing>
+__device__ __forceinline__ void set_row(const PrepareArgs& a, const KeyTile& tile, int row, int token,
+                                        KeyShared<Element, kDim, kPairing>& shared) {
+  const int64_t of_batch = int64_t{tile.s.kv_begin} + token;
+  shared.rows[row] = a.k.row<Element>(tile.s.batch, of_batch, tile.kv_head);
+  if constexpr (kPairing != VCATTN_ROPE_NONE)
+    shared.angle_rows[row] = a.rope_k.row(tile.s.batch, of_batch, tile.kv_head);
+}
+
 // This thread's part of a row less the mean, rotated. Needs the unit and the rows. What is not finite marks the head.
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __device__ __forceinline__ void load_keys(const PrepareArgs& a, RowGroup<Element, kDim> group,
-                                          KeyShared<Element, kDim>& shared, RowPart<Element, kDim> part,
+                                          KeyShared<Element, kDim, kPairing>& shared, RowPart<Element, kDim> part,
                                           float (&x)[RowPart<Element, kDim>::kChannels]) {
   const int thread = group.thread();
   copy_rows<Element, kDim, kUnitRows>(group, a.k, shared.tile, [&](int row) { return shared.rows[row]; });
+  if constexpr (kPairing != VCATTN_ROPE_NONE) shared.load_angles(a.rope_k, group);
   if (thread < kDim) {
     shared.mean[thread] = a.k_centred ? a.scratch.key_mean[shared.unit.slot * kDim + thread] : 0.0f;
   }
   wait_copies<0>();
   group.sync();
-  if (!read_part(shared.tile, part, x)) a.qkv.k_poison[shared.unit.slot] = 1;
+  bool finite = read_part(shared.tile, part, x);
+  if constexpr (kPairing != VCATTN_ROPE_NONE) finite = shared.rotate_part(a.rope_k, shared.tile, part, x) && finite;
+  if (!finite) a.qkv.k_poison[shared.unit.slot] = 1;
 #pragma unroll
   for (int d = 0; d < RowPart<Element, kDim>::kChannels; ++d) {
     // Loads of the mean stay behind: hoisted to those of the row they would not all find registers.
@@ -44,8 +57,8 @@ __device__ __forceinline__ void load_keys(const PrepareArgs& a, RowGroup<Element
 }
 
 // The largest magnitude of all rows. The tile may be overwritten afterwards.
-template <typename Element, int kDim>
-__device__ __forceinline__ float tile_abs_max(RowGroup<Element, kDim> group, KeyShared<Element, kDim>& shared,
+template <typename Element, int kDim, int kPairing>
+__device__ __forceinline__ float tile_abs_max(RowGroup<Element, kDim> group, KeyShared<Element, kDim, kPairing>& shared,
                                               const float (&x)[RowPart<Element, kDim>::kChannels]) {
   const float of_warp = warp_max(part_abs_max(x));
   if (group.thread() % 32 == 0) shared.warp_max[group.thread() / 32] = of_warp;
@@ -57,9 +70,9 @@ __device__ __forceinline__ float tile_abs_max(RowGroup<Element, kDim> group, Key
 }
 
 // pow2_f16: largest magnitude over a sequence, in the sequence's own order.
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __device__ __forceinline__ void measure_tile(const PrepareArgs& a, int unit, RowGroup<Element, kDim> group,
-                                             KeyShared<Element, kDim>& shared) {
+                                             KeyShared<Element, kDim, kPairing>& shared) {
   const int thread = group.thread();
   if (thread < kUnitRows) {
     const KeyTile tile = key_tile(a.qkv, unit);
@@ -67,7 +80,7 @@ __device__ __forceinline__ void measure_tile(const PrepareArgs& a, int unit, Row
     if (thread == 0) shared.unit = {tile.slot, unit, used ? 1 : 0, -1};
     if (used) {
       const int token = a.order.token(tile.s, min(tile.index * kBlockN + thread, tile.s.keys - 1));
-      shared.rows[thread] = a.k.row<Element>(tile.s.batch, int64_t{tile.s.kv_begin} + token, tile.kv_head);
+      set_row(a, tile, thread, token, shared);
     }
   }
   group.sync();
@@ -80,9 +93,9 @@ __device__ __forceinline__ void measure_tile(const PrepareArgs& a, int unit, Row
   if (thread == 0) atomicMax(&a.scratch.key_max[shared.unit.slot], __float_as_uint(largest));
 }
 
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __device__ __forceinline__ void quantise_tile(const PrepareArgs& a, int unit, RowGroup<Element, kDim> group,
-                                              KeyShared<Element, kDim>& shared) {
+                                              KeyShared<Element, kDim, kPairing>& shared) {
   const QuantizedQkv& qkv = a.qkv;
   const int thread = group.thread();
   if (thread < kUnitRows) {
@@ -98,7 +111,7 @@ __device__ __forceinline__ void quantise_tile(const PrepareArgs& a, int unit, Ro
       // Rows behind the last key repeat it, too.
       const int token = a.order.token_at(s, tile.kv_head, min(source * kBlockN + thread, s.keys - 1));
       if (token < 0) qkv.k_poison[tile.slot] = 1;
-      shared.rows[thread] = a.k.row<Element>(s.batch, int64_t{s.kv_begin} + max(token, 0), tile.kv_head);
+      set_row(a, tile, thread, max(token, 0), shared);
     }
   }
   group.sync();
@@ -144,23 +157,23 @@ __device__ __forceinline__ void quantise_tile(const PrepareArgs& a, int unit, Ro
 }
 
 // One group of threads for a tile.
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     measure_keys(const __grid_constant__ PrepareArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
   const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
   if (unit >= key_units(a.qkv)) return;
-  measure_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim>*>(memory)[group.index()]);
+  measure_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim, kPairing>*>(memory)[group.index()]);
 }
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     quantise_keys(const __grid_constant__ PrepareArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
   const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
   if (unit >= key_units(a.qkv)) return;
-  quantise_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim>*>(memory)[group.index()]);
+  quantise_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim, kPairing>*>(memory)[group.index()]);
 }
 
 }  // namespace
@@ -169,14 +182,16 @@ cudaError_t prepare_keys(const PrepareCall& call) {
   const PrepareArgs args = prepare_args(call);
   return with_element_and_dim(call.problem.params->k.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
     constexpr int kGroups = RowGroup<Element, kDim>::kGroupCount;
-    constexpr int kBytes = sizeof(KeyShared<Element, kDim>) * kGroups;
     const int64_t blocks = ceil_div(key_units(call.qkv), kGroups);
-    if (args.pow2) {
-      const cudaError_t error =
-          launch(measure_keys<Element, kDim>, args, blocks, kRowThreads<Element>, kBytes, call.stream);
-      if (error != cudaSuccess) return error;
-    }
-    return launch(quantise_keys<Element, kDim>, args, blocks, kRowThreads<Element>, kBytes, call.stream);
+    return with_pairing(call.problem.params->rope_k, [&]<int kPairing>() {
+      constexpr int kBytes = sizeof(KeyShared<Element, kDim, kPairing>) * kGroups;
+      if (args.pow2) {
+        const cudaError_t error =
+            launch(measure_keys<Element, kDim, kPairing>, args, blocks, kRowThreads<Element>, kBytes, call.stream);
+        if (error != cudaSuccess) return error;
+      }
+      return launch(quantise_keys<Element, kDim, kPairing>, args, blocks, kRowThreads<Element>, kBytes, call.stream);
+    });
   });
 }
 

@@ -1,4 +1,4 @@
-// Q: rotate, quantise each token by its own scale.
+// Q: apply rope, rotate, quantise each token by its own scale.
 #include <limits>
 
 #include "preprocess/args.cuh"
@@ -10,14 +10,15 @@ namespace {
 // 128 rows of one head of Q, as thread 0 finds them for the others.
 template <typename Element>
 struct QueryUnit {
-  const Element* tokens;  // row 0
-  int64_t slot;           // of K's head
-  int32_t rows;           // of the sequence, from row 0 on; may be negative
-  int32_t used;           // 0: the sequence has no keys
+  const Element* tokens;       // row 0
+  int64_t slot;                // of K's head
+  int32_t rows;                // of the sequence, from row 0 on; may be negative
+  int32_t used;                // 0: the sequence has no keys
+  int32_t batch, token, head;  // of row 0
 };
 
-template <typename Element, int kDim>
-struct QueryShared {
+template <typename Element, int kDim, int kPairing>
+struct QueryShared : RopeTile<kDim, kPairing> {
   alignas(128) std::byte tile[kUnitRows * RowTile<Element, kDim>::kRowBytes];  // then its codes
   double k_mean[kDim];                                                         // times kFieldScale
   QueryUnit<Element> unit;
@@ -37,25 +38,37 @@ __device__ __forceinline__ QueryUnit<Element> query_unit(const PrepareArgs& a, i
   const Sequence& s = qkv.sequences[index];
   const int first = (block - s.q_block) * qkv.block_rows + unit % units * kUnitRows;
   const int64_t slot = int64_t{head / (qkv.num_heads / qkv.num_heads_kv)} * qkv.num_sequences + index;
-  return {a.q.row<Element>(s.batch, int64_t{s.q_begin} + first, head), slot, s.q_count - first, s.keys};
+  return {.tokens = a.q.row<Element>(s.batch, int64_t{s.q_begin} + first, head),
+          .slot = slot,
+          .rows = s.q_count - first,
+          .used = s.keys,
+          .batch = s.batch,
+          .token = s.q_begin + first,
+          .head = head};
 }
 
 // What centring K took from the row's scores: the FP64 sum of products in order, each exact.
-template <typename Element, int kDim>
-__device__ float lse_shift(const std::byte* tile, int row, const double* k_mean, double softmax_scale) {
+template <typename Element, int kDim, int kPairing>
+__device__ __forceinline__ float lse_shift(const PrepareArgs& a, const QueryShared<Element, kDim, kPairing>& shared,
+                                           int row) {
   double dot = 0.0;
 #pragma unroll 8
   for (int d = 0; d < kDim; ++d) {
-    const auto* x = reinterpret_cast<const Element*>(tile + RowTile<Element, kDim>::element(row, d));
-    dot = __fma_rn(as_double_fields(x->value()), k_mean[d], dot);
+    float x;
+    if constexpr (kPairing != VCATTN_ROPE_NONE) {
+      x = shared.template channel<Element>(a.rope_q, shared.tile, row, d);
+    } else {
+      x = reinterpret_cast<const Element*>(shared.tile + RowTile<Element, kDim>::element(row, d))->value();
+    }
+    dot = __fma_rn(as_double_fields(x), shared.k_mean[d], dot);
   }
-  return static_cast<float>(__dmul_rn(dot, softmax_scale));
+  return static_cast<float>(__dmul_rn(dot, a.softmax_scale));
 }
 
 // `unit`: 128 rows, counted over all heads.
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, RowGroup<Element, kDim> group,
-                                              QueryShared<Element, kDim>& shared) {
+                                              QueryShared<Element, kDim, kPairing>& shared) {
   const QuantizedQkv& qkv = a.qkv;
   const int thread = group.thread();
   if (thread == 0) shared.unit = query_unit<Element>(a, unit);
@@ -75,13 +88,22 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
     const int64_t place = shared.unit.slot * kDim + thread;
     shared.k_mean[thread] = a.k_centred ? kFieldScale * double{a.scratch.key_mean[place]} : 0.0;
   }
+  if constexpr (kPairing != VCATTN_ROPE_NONE) {
+    const QueryUnit<Element>& from = shared.unit;
+    if (thread < kUnitRows) {
+      shared.angle_rows[thread] = a.rope_q.row(from.batch, from.token + min(thread, rows - 1), from.head);
+    }
+    group.sync();
+    shared.load_angles(a.rope_q, group);
+  }
   wait_copies<0>();
   group.sync();
 
   using Part = RowPart<Element, kDim>;
   const Part part(thread);
   float x[Part::kChannels];
-  const bool finite = read_part(shared.tile, part, x);
+  bool finite = read_part(shared.tile, part, x);
+  if constexpr (kPairing != VCATTN_ROPE_NONE) finite = shared.rotate_part(a.rope_q, shared.tile, part, x) && finite;
   rotate(a.rotation, part, x);
   const float largest = over_row<Part>(part_abs_max(x), [](float one, float other) { return fmaxf(one, other); });
   const Scale scale = a.pow2 ? pow2_query_scale<kDim>(a, shared.unit.slot, largest)
@@ -90,7 +112,7 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
   const float factor = behind ? 0.0f : a.pow2 ? scale.descale : __fmul_rn(scale.descale, a.code_units);
   const int64_t place = int64_t{unit} * kUnitRows;
   if (a.shifts_lse && part.first == 0) {
-    qkv.lse_shift[place + part.row] = lse_shift<Element, kDim>(shared.tile, part.row, shared.k_mean, a.softmax_scale);
+    qkv.lse_shift[place + part.row] = lse_shift(a, shared, part.row);
   }
 
   group.sync();  // all rows are read
@@ -130,14 +152,14 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
 }
 
 // One group of threads for 128 rows.
-template <typename Element, int kDim>
+template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     quantise_queries(const __grid_constant__ PrepareArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
   const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
   if (unit >= query_units(a.qkv)) return;
-  quantise_unit(a, unit, group, reinterpret_cast<QueryShared<Element, kDim>*>(memory)[group.index()]);
+  quantise_unit(a, unit, group, reinterpret_cast<QueryShared<Element, kDim, kPairing>*>(memory)[group.index()]);
 }
 
 }  // namespace
@@ -146,8 +168,11 @@ cudaError_t prepare_queries(const PrepareCall& call) {
   const int64_t units = query_units(call.qkv);
   return with_element_and_dim(call.problem.params->q.dtype, call.qkv.dim, [&]<typename Element, int kDim>() {
     constexpr int kGroups = RowGroup<Element, kDim>::kGroupCount;
-    return launch(quantise_queries<Element, kDim>, prepare_args(call), ceil_div(units, kGroups), kRowThreads<Element>,
-                  static_cast<int>(sizeof(QueryShared<Element, kDim>)) * kGroups, call.stream);
+    return with_pairing(call.problem.params->rope_q, [&]<int kPairing>() {
+      return launch(quantise_queries<Element, kDim, kPairing>, prepare_args(call), ceil_div(units, kGroups),
+                    kRowThreads<Element>, static_cast<int>(sizeof(QueryShared<Element, kDim, kPairing>)) * kGroups,
+                    call.stream);
+    });
   });
 }
 

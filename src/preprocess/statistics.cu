@@ -16,7 +16,7 @@ struct StatisticsArgs {
 };
 
 // Both in one launch: the few long sums of K run beside the tiles of V.
-template <typename Element, int kDim>
+template <typename Element, int kDim, bool kRope>
 __global__ void __launch_bounds__(kChannelThreads, kChannelBlocksPerSm)
     measure(const __grid_constant__ StatisticsArgs a) {
   extern __shared__ __align__(128) std::byte memory[];
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kChannelThreads, kChannelBlocksPerSm)
   if (block < a.sum_blocks) {
     const int unit = block * group.kGroupCount + group.index();
     if (unit >= a.sums) return;
-    add_keys(a.prepare, unit, group, reinterpret_cast<SumShared<Element, kDim>*>(memory)[group.index()]);
+    add_keys(a.prepare, unit, group, reinterpret_cast<SumShared<Element, kDim, kRope>*>(memory)[group.index()]);
   } else {
     const int unit = (block - a.sum_blocks) * group.kGroupCount + group.index();
     if (unit >= a.tiles) return;
@@ -47,10 +47,13 @@ cudaError_t prepare_statistics(const PrepareCall& call) {
     args.tiles = static_cast<int32_t>(p.v.dtype == dtype ? key_units(qkv) : 0);
     const cudaError_t error = with_element_and_dim(dtype, qkv.dim, [&]<typename Element, int kDim>() {
       constexpr int kGroups = ChannelGroup<kDim>::kGroupCount;
-      constexpr size_t kBytes = std::max(sizeof(SumShared<Element, kDim>), sizeof(ValueShared<Element, kDim>));
       args.sum_blocks = static_cast<int32_t>(ceil_div(args.sums, kGroups));
-      return launch(measure<Element, kDim>, args, args.sum_blocks + ceil_div(args.tiles, kGroups), kChannelThreads,
-                    static_cast<int>(kBytes) * kGroups, call.stream);
+      return with_pairing(p.rope_k, [&]<int kPairing>() {
+        constexpr bool kRope = kPairing != VCATTN_ROPE_NONE;
+        constexpr size_t kBytes = std::max(sizeof(SumShared<Element, kDim, kRope>), sizeof(ValueShared<Element, kDim>));
+        return launch(measure<Element, kDim, kRope>, args, args.sum_blocks + ceil_div(args.tiles, kGroups),
+                      kChannelThreads, static_cast<int>(kBytes) * kGroups, call.stream);
+      });
     });
     if (error != cudaSuccess) return error;
   }

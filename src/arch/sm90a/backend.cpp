@@ -8,6 +8,7 @@
 #include "arch/sm90a/support.h"
 #include "core/arena.h"
 #include "core/message.h"
+#include "numerics/rope.h"
 
 namespace vcattn::sm90a {
 namespace {
@@ -46,6 +47,18 @@ vcattn_code validate_pointers(const Pointer (&pointers)[kCount], vcattn_message*
   }
   for (const Pointer& p : pointers) {
     if (const vcattn_code code = validate_memory(p.name, p.pointer, device, message); code != VCATTN_OK) return code;
+  }
+  return VCATTN_OK;
+}
+
+// Those that the call reads: a table per token is the first alone, and an axis without pairs has none.
+vcattn_code validate_tables(const vcattn_rope& rope, const char* name, vcattn_message* message) {
+  if (rope.pairing == VCATTN_ROPE_NONE) return VCATTN_OK;
+  for (int axis = 0; axis < kRopeAxes; ++axis) {
+    const bool read = rope.tables == VCATTN_ROPE_PER_TOKEN ? axis == 0 : rope.pairs[axis] > 0;
+    if (!read) continue;
+    const Pointer tables[] = {{name, rope.cos[axis]}, {name, rope.sin[axis]}};
+    if (const vcattn_code code = validate_pointers(tables, message); code != VCATTN_OK) return code;
   }
   return VCATTN_OK;
 }
@@ -106,6 +119,8 @@ vcattn_code attend(const Problem& problem, void* workspace, vcattn_message* mess
       {"q", p.q.data}, {"k", p.k.data},          {"v", p.v.data},          {"out", p.out.data},
       {"lse", p.lse},  {"key_mask", p.key_mask}, {"workspace", workspace}, {"permutation", p.permutation}};
   code = validate_pointers(pointers, message);
+  if (code == VCATTN_OK) code = validate_tables(p.rope_q, "rope_q", message);
+  if (code == VCATTN_OK) code = validate_tables(p.rope_k, "rope_k", message);
   if (code != VCATTN_OK) return code;
   const Plan plan = make_plan(problem, config, static_cast<std::byte*>(workspace));
   const cudaStream_t stream = stream_of(problem);

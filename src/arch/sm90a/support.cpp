@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "core/message.h"
 #include "core/recipes.h"
@@ -62,6 +63,12 @@ vcattn_code choose_config(const Problem& problem, Config& config, vcattn_message
   }
   if (problem.head_dim > 128) {
     return fail(message, VCATTN_UNSUPPORTED, "backend sm90a takes head_dim up to 128; found {}", problem.head_dim);
+  }
+  for (const auto& [rope, name] : {std::pair{&problem.params->rope_q, "rope_q"}, {&problem.params->rope_k, "rope_k"}}) {
+    if (rope->pairing != VCATTN_ROPE_HALF_SPLIT || problem.head_dim % 16 == 0) continue;
+    return fail(message, VCATTN_UNSUPPORTED,
+                "backend sm90a takes {} of half-split pairs with head_dim a multiple of 16; found {}", name,
+                problem.head_dim);
   }
   config = {.head_dim = problem.head_dim <= 64 ? 64 : 128,
             .scores = int8(recipe) ? Scores::kInt8 : Scores::kE4m3,

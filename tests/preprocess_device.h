@@ -509,17 +509,28 @@ inline void compare_queries(const Comparison& c) {
         codes.bits(inside && d < e.dim ? byte_at(e.q, from * e.dim + d) : 0,
                    tile[swizzled(static_cast<int>(at % kTileRowsQ), d, f.dim)], c.index, head, i, d);
       }
+      const int64_t slot = head / (f.num_heads / f.num_heads_kv) * f.num_sequences + c.index;
+      const float codes_norm = inside && c.int8() ? norm(e.q + from * e.dim, e.dim, 1) : 0.0f;
+      const float limit = kCodeRange / codes_norm / f.k_norm[slot];  // of q_factor, where scores are integers
+      const bool shortened = codes_norm > 0.0f && limit > 0.0f && e.q_factor[from] > limit;
       if (inside && e.q_poison[from] != 0) {
         factors.nan(f.q_factor[at], c.index, head, i);
+      } else if (shortened) {
+        factors.bounds(limit, f.q_factor[at], c.index, head, i);
       } else {
         factors.floats(inside ? e.q_factor[from] : 0.0f, f.q_factor[at], c.index, head, i);
-        if (inside) largest = std::max(largest, norm(e.q + from * e.dim, e.dim, 1) * e.q_factor[from]);
       }
+      if (inside && e.q_poison[from] == 0) largest = std::max(largest, codes_norm * e.q_factor[from]);
       if (c.int8() && i % kTileRowsQ == kTileRowsQ - 1) {
         norms.bounds(largest, f.q_norm[at / kTileRowsQ], c.index, head, i / kTileRowsQ);
         largest = 0.0f;
       }
-      if (c.params.lse != nullptr && inside) shifts.floats(e.lse_shift[from], f.lse_shift[at], c.index, head, i);
+      if (c.params.lse == nullptr || !inside) continue;
+      if (shortened) {
+        shifts.nan(f.lse_shift[at], c.index, head, i);
+      } else {
+        shifts.floats(e.lse_shift[from], f.lse_shift[at], c.index, head, i);
+      }
     }
   }
 }

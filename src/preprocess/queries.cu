@@ -1,6 +1,4 @@
 // Q: apply rope, rotate, quantise each token by its own scale.
-#include <limits>
-
 #include "preprocess/args.cuh"
 #include "preprocess/launch.cuh"
 
@@ -118,21 +116,22 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
   group.sync();  // all rows are read
   const int squares = over_row<Part>(store_codes(x, scale.encode, a.int8, shared.tile, part),
                                      [](int one, int other) { return one + other; });
-  const float row_norm = __fmul_rn(square_root(static_cast<float>(squares)), factor);
+  const float codes_norm = square_root(static_cast<float>(squares));  // 0 where they are E4M3
   const bool row_finite = over_row<Part>(finite ? 1 : 0, [](int one, int other) { return one & other; }) != 0;
   if (part.first == 0) {
-    const float bound = __fmul_rn(row_norm, qkv.k_norm[shared.unit.slot]);  // 0 where codes are E4M3
+    // The row's scores pass kCodeRange beyond this factor, by the norms. (No key's norm is infinite but of keys that
+    // are not finite, or whose scores are not.)
+    const float largest_factor = __fdividef(__fdividef(kCodeRange, codes_norm), qkv.k_norm[shared.unit.slot]);
     float stored = factor;
-    if (bound > kCodeRange) {
+    if (factor > largest_factor && largest_factor > 0.0f) {
       // Such a row has one key or a few equal ones: what its softmax tells apart is far finer than INT8's steps. So a
       // smaller scale gives the same row; only lse would show it.
-      stored = __fmul_rn(factor, kCodeRange / bound);
+      stored = largest_factor;
       if (a.shifts_lse) qkv.lse_shift[place + part.row] = float_from_bits(kFloatNan);
     }
-    const bool known = row_finite && bound <= std::numeric_limits<float>::max();
-    qkv.q_factor[place + part.row] = known || behind ? stored : float_from_bits(kFloatNan);
+    qkv.q_factor[place + part.row] = row_finite || behind ? stored : float_from_bits(kFloatNan);
   }
-  const float norm = warp_max(row_norm);
+  const float norm = warp_max(__fmul_rn(codes_norm, factor));
   if (thread % 32 == 0) shared.norm[thread / 32] = norm;
   group.sync();
   constexpr int kRowChunks = kDim / kChunkBytes;

@@ -52,7 +52,9 @@ def test_unknown_steps_and_layers_stay_native_where_they_matter():
     assert vcattn.Policy().choose(layer=None, step=None, num_steps=None, **LONG).recipe == "auto"
 
 
-@pytest.mark.parametrize("lengths, native", [((4096, 9999), True), ((9999, 77), True), ((4097, 4097), False)])
+@pytest.mark.parametrize(
+    "lengths, native", [((DEFAULT_MIN_SEQLEN, 9999), True), ((9999, 77), True), ((DEFAULT_MIN_SEQLEN + 1,) * 2, False)]
+)
 def test_short_calls_are_native(lengths: tuple[int, int], native: bool):
     choice = vcattn.Policy().choose(layer="x", step=0, num_steps=1, seqlen_q=lengths[0], seqlen_kv=lengths[1])
     assert (choice.recipe is None) == native

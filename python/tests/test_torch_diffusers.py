@@ -310,7 +310,7 @@ def test_by_diffusers_own_means():
     assert register() is register()
     with attention_dispatch.attention_backend("vcattn"):
         assert torch.equal(run(model, arguments), expected)  # short calls: native
-    q, k, v = (torch.randn(1, 4200, 1, 64).bfloat16() for _ in range(3))
+    q, k, v = (torch.randn(1, 4700, 1, 64).bfloat16() for _ in range(3))
     with attention_dispatch.attention_backend("vcattn"), torch.no_grad():
         served = attention_dispatch.dispatch_attention_fn(q, k, v)
     assert torch.equal(served, vcattn.attention(q, k, v))
@@ -341,9 +341,9 @@ def test_every_argument_that_diffusers_passes_is_named():
 @pytest.mark.filterwarnings("ignore:vcattn")
 def test_masks_are_honoured_or_left_to_the_native_backend():
     backend = register()
-    q, k, v = (torch.randn(2, 4200, 1, 64).bfloat16() for _ in range(3))
-    keys = torch.arange(4200) < torch.tensor([[3000], [4200]])
-    masks = [keys, keys[:, None, None], torch.randn(2, 1, 1, 4200).bfloat16()]
+    q, k, v = (torch.randn(2, 4700, 1, 64).bfloat16() for _ in range(3))
+    keys = torch.arange(4700) < torch.tensor([[3000], [4700]])
+    masks = [keys, keys[:, None, None], torch.randn(2, 1, 1, 4700).bfloat16()]
     for mask in masks:
         with torch.no_grad():
             found = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)

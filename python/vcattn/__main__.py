@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import Error, InvalidArgumentError
+from .policy import DEFAULT_MIN_SEQLEN
 from .recipe import split_specs
 
 
@@ -125,7 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--out", required=True, help="folder of the files")
     capture.add_argument("--layers", default="*", help="patterns separated by commas, as in file names [*]")
     capture.add_argument("--steps", help="step indices separated by commas [all]")
-    capture.add_argument("--min-seqlen", type=int, default=4096, help="leave shorter calls out [4096]")
+    capture.add_argument(
+        "--min-seqlen", type=int, default=DEFAULT_MIN_SEQLEN, help=f"leave shorter calls out [{DEFAULT_MIN_SEQLEN}]"
+    )
     capture.add_argument("--limit", type=int, default=200, help="files at most [200]")
     capture.add_argument("--num-steps", type=int, help="of the run, to be written into the files")
     capture.add_argument("script", nargs=argparse.REMAINDER, help="-- script.py and its arguments")

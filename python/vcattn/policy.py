@@ -17,7 +17,7 @@ NATIVE = "native"  # the host's own attention, in the dtype of its tensors (BF16
 # Calls of at most this many queries or keys go to the host: preparing the operands costs more than 8 bits gain. It is
 # what vcattn_break_even_seqlen says of `accurate` with an order given, written down because defaults are needed before
 # the library is loaded; a test compares the two.
-DEFAULT_MIN_SEQLEN = 4096
+DEFAULT_MIN_SEQLEN = 4608
 
 
 class Choice(NamedTuple):

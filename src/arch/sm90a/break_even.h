@@ -16,14 +16,14 @@ struct BreakEven {
   int64_t grouping;  // the call groups
 };
 
-// Provisional: read off single shapes (docs/benchmarks.md), to be replaced by what bench/break_even.py prints.
+// Measured by bench/break_even.py on 2026-11-30 (docs/benchmarks.md).
 inline constexpr BreakEven kBreakEvens[] = {
-    {Scores::kInt8, Probabilities::kExpCast, 128, 4096, 8192},
-    {Scores::kInt8, Probabilities::kExpCast, 64, 6144, 12288},
-    {Scores::kInt8, Probabilities::kExp2, 128, 8192, 16384},
-    {Scores::kInt8, Probabilities::kExp2, 64, 8192, 16384},
-    {Scores::kE4m3, Probabilities::kExpCast, 128, 4096, 8192},
-    {Scores::kE4m3, Probabilities::kExpCast, 64, 4096, 8192},
+    {Scores::kInt8, Probabilities::kExpCast, 128, 4608, 10496},
+    {Scores::kInt8, Probabilities::kExp2, 128, 7936, 18176},
+    {Scores::kE4m3, Probabilities::kExpCast, 128, 4352, 9216},
+    {Scores::kInt8, Probabilities::kExpCast, 64, 4608, 11520},
+    {Scores::kInt8, Probabilities::kExp2, 64, 17920, 32768},
+    {Scores::kE4m3, Probabilities::kExpCast, 64, 3584, 8192},
 };
 
 // Of a kernel; 0 where none was measured.

@@ -171,11 +171,11 @@ def _set_segments(params: _abi.AttentionParams, segments: Segments) -> None:
 recipe_facts = facts  # as torch_op has its own, which torch.compile can trace
 
 
-def mask_identity(mask: Any) -> object:
+def mask_identity(mask: Any) -> tuple[Any, ...]:
     """What must agree for an order of the values to be reused: in host memory the mask itself, elsewhere its shape."""
     if getattr(mask, "is_cuda", False):
         return tuple(mask.shape)
-    return tuple(mask.shape), np.asarray(mask).tobytes()
+    return *mask.shape, np.asarray(mask).tobytes()
 
 
 def segments_of(cu_seqlens: Any) -> Segments:

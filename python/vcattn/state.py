@@ -10,6 +10,8 @@ from . import _call
 from .errors import InvalidArgumentError
 from .schedule import Schedule
 
+_NO_GRID = (-1,) * 4
+
 
 class State:
     """The value order of one stream of calls: one layer of one request, CFG branch, expert and rank.
@@ -71,14 +73,16 @@ class State:
         facts = calls.recipe_facts(options.recipe)
         if facts.order is None:
             return (options if todo.smooth else options.with_recipe(facts.plain)), None
+        # Flat: torch.compile of torch 2.11 cannot compare tuples of tuples.
         made_for = (
-            tuple(v.shape),
+            *v.shape,
             options.bhsd,
-            arrays.identity(v),
-            facts.order,
-            options.grid,
-            None if mask is None else calls.mask_identity(mask),
-            None if segments is None else segments.identity,
+            *arrays.identity(v),
+            *facts.order,
+            *(options.grid or _NO_GRID),
+            mask is not None,
+            *(() if mask is None else calls.mask_identity(mask)),
+            *(() if segments is None else (segments.identity,)),
         )
         if made_for != self._made_for or step < self._last_step:
             self._permutation = self._centroids = None

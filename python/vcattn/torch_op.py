@@ -242,7 +242,7 @@ def _refusal_of(
     return _call.refusal(_torch_arrays, q, k, v, _call.Options(spec, bhsd=True), cuda=device == "cuda")
 
 
-def mask_identity(mask: torch.Tensor) -> object:
+def mask_identity(mask: torch.Tensor) -> tuple[int, ...]:
     """As _call.mask_identity, as far as tracing can tell."""
     return tuple(mask.shape)
 

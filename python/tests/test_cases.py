@@ -132,7 +132,8 @@ def test_black_frames(attend: Attend, recipe: str, loud: str):
         x[:, ::50] *= 50
     out = attend(q, k, v, recipe=recipe)
     if attend is not vcattn.attention and recipe == "fast":  # what the header says of FP16 scores in CUDA memory
-        peaks = np.abs(q[0, :, 0] @ k[0, :, 0].T).max(-1) / 128**0.5
+        norms = np.linalg.norm(q[0, :, 0], axis=-1), np.linalg.norm(k[0, :, 0], axis=-1)
+        peaks = norms[0] * norms[1].max() / 128**0.5  # E4M3 errs by a share of these, whatever the scores are
         bounded = peaks < 0.9 * 690
         assert np.isfinite(out[0, bounded]).all()
         if not bounded.all() and np.isnan(out).any():

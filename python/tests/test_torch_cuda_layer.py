@@ -162,8 +162,9 @@ def test_overhead():
 
 @pytest.mark.parametrize("tokens", [77, 512, 1024, 2048, 4096])
 def test_short_calls_are_not_slower_through_the_patch(tokens: int):
-    """Within 5 % of torch, by leaving them to torch; the least of many, as what else runs only adds."""
+    """Within 5 % of torch or 2 us of the host's time, by leaving them to torch: Python looks at each call. The least of
+    many, as what else runs only adds."""
     q, k, v = (torch.randn(1, 24, tokens, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     plain, patched = map(min, declined_samples(q, k, v, calls=200 if tokens < 2048 else 40))
     print(f"{tokens} tokens: {1e6 * plain:.2f} us, patched {1e6 * patched:.2f} us")
-    assert patched <= 1.05 * plain, f"{1e6 * plain:.2f} us, patched {1e6 * patched:.2f} us"
+    assert patched <= max(1.05 * plain, plain + 2e-6), f"{1e6 * plain:.2f} us, patched {1e6 * patched:.2f} us"

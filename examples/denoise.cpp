@@ -16,7 +16,7 @@ int main() {
   params.k = vcattn::make_tensor(k.data(), VCATTN_FP32, shape);
   params.v = vcattn::make_tensor(v.data(), VCATTN_FP32, shape);
   params.out = vcattn::make_tensor(out.data(), VCATTN_FP32, shape);
-  const vcattn_schedule schedule = {.kind = VCATTN_SCHEDULE_FIRST_QUARTER, .num_steps = 16, .reuse = 0};
+  const vcattn_schedule schedule = {.kind = VCATTN_SCHEDULE_EVERY_STEP, .num_steps = 16, .reuse = 0};
   std::vector<int32_t> permutation(vcattn::GroupingState::permutation_size(params));
   std::vector<float> centroids(vcattn::GroupingState::centroids_size(params));
   constexpr uint64_t kKey = 3;  // say, block 3 of the request's conditional branch

@@ -29,11 +29,12 @@ def groupings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_schedule_is_the_librarys():
-    schedule = vcattn.Schedule(40)
+    schedule = vcattn.Schedule(40, "first_quarter")
     assert [i for i in range(40) if schedule.at(i).smooth] == list(range(10))
     assert [i for i in range(40) if schedule.at(i).regroup] == [0, 4, 8]
     assert [schedule.at(i).group_step for i in (0, 3, 4, 9, 39)] == [0, 0, 4, 8, 8]
     assert not any(step.smooth for step in vcattn.Schedule(5, "never").steps)
+    assert all(step.smooth for step in vcattn.Schedule(5).steps)
 
 
 @pytest.mark.parametrize("arguments", [(0,), (4, "sometimes"), (4, "never", -1)])
@@ -85,7 +86,7 @@ def test_an_order_serves_the_grid_that_it_was_made_for(groupings: list[bool]):
 
 
 def test_a_run_follows_the_schedule(groupings: list[bool]):
-    state = vcattn.State(vcattn.Schedule(16))
+    state = vcattn.State(vcattn.Schedule(16, "first_quarter"))
     for step in range(16):
         q, k, v = inputs(step)
         out = vcattn.attention(q, k, v, state=state, step=step)

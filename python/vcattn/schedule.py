@@ -15,6 +15,7 @@ _KINDS = {
     "every_step": _abi.SCHEDULE_EVERY_STEP,
     "never": _abi.SCHEDULE_NEVER,
 }
+DEFAULT_KIND = "every_step"
 
 _LARGEST = 2**31 - 1  # of int32_t
 
@@ -32,7 +33,8 @@ class Schedule:
     """A run of `num_steps` denoising steps. Immutable; equal where all steps do the same.
 
     num_steps: at least 1.
-    kind: "first_quarter" (the paper's), "uniform_quarter", "every_step" or "never".
+    kind: "every_step" (grouping costs so little that it pays; docs/results.md), "first_quarter" (the paper's),
+        "uniform_quarter" or "never".
     reuse: adjacent smoothed steps that share one order; 0: the library's choice (4, or 2 in runs of at most 8 steps).
     Raises InvalidArgumentError.
     """
@@ -41,7 +43,7 @@ class Schedule:
 
     steps: tuple[Step, ...]
 
-    def __init__(self, num_steps: int, kind: str = "first_quarter", reuse: int = 0) -> None:
+    def __init__(self, num_steps: int, kind: str = DEFAULT_KIND, reuse: int = 0) -> None:
         num_steps, reuse = whole("num_steps", num_steps), whole("reuse", reuse)
         for name, value in (("num_steps", num_steps), ("reuse", reuse)):
             if abs(value) > _LARGEST:

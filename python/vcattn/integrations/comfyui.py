@@ -14,6 +14,7 @@ import torch
 
 from ..policy import NATIVE, Policy
 from ..recipe import AUTO, recipe_names
+from ..schedule import DEFAULT_KIND
 from .session import Session
 
 _OVERRIDE = "optimized_attention_override"
@@ -31,7 +32,7 @@ _HANDLED = {
 }
 
 
-def attach(model: Any, *, policy: Policy | str | Path | None = None, schedule: str | None = "first_quarter") -> Any:
+def attach(model: Any, *, policy: Policy | str | Path | None = None, schedule: str | None = DEFAULT_KIND) -> Any:
     """A clone of the ModelPatcher `model` whose attention goes to vcattn. Wan2.2's two models are attached one by one.
 
     policy, schedule: as in vcattn.integrations.session.Session. An override that the model has already stays in place
@@ -181,7 +182,7 @@ class VCAttention:
                 "native_last": ("INT", steps),
                 "native_layers": ("STRING", {"default": "", "multiline": False}),
                 "min_tokens": ("INT", {"default": Policy().min_seqlen, "min": 0, "max": 1 << 30}),
-                "schedule": (["first_quarter", "uniform_quarter", "every_step", "never"],),
+                "schedule": (["every_step", "first_quarter", "uniform_quarter", "never"],),
             }
         }
 

@@ -22,6 +22,7 @@ from .. import torch_intercept
 from ..errors import InvalidArgumentError, UnsupportedError
 from ..policy import Policy
 from ..report import Report
+from ..schedule import DEFAULT_KIND
 from .enums import add_member
 from .session import Session
 
@@ -154,7 +155,7 @@ class attach:  # noqa: N801  (reads as a function: `with attach(pipe): ...`)
         target: DiffusionPipeline | ModelMixin,
         *,
         policy: Policy | str | Path | None = None,
-        schedule: str | None = "first_quarter",
+        schedule: str | None = DEFAULT_KIND,
     ) -> None:
         member = register()
         self.session = Session("vcattn in diffusers", "the native backend", policy=policy, schedule=schedule)

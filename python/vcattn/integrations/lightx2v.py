@@ -11,6 +11,7 @@ import torch
 from ..attention import attention
 from ..errors import UnsupportedError
 from ..policy import NATIVE, Policy
+from ..schedule import DEFAULT_KIND
 from .session import Session
 
 BACKEND = "vcattn"
@@ -19,7 +20,7 @@ BACKEND = "vcattn"
 def register(
     *,
     policy: Policy | str | Path | None = None,
-    schedule: str | None = "first_quarter",
+    schedule: str | None = DEFAULT_KIND,
     registry: Any = None,
     base: Any = None,
 ) -> Session:

@@ -18,7 +18,7 @@ from ..attention import attention
 from ..errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
 from ..policy import Policy, as_policy
 from ..report import Report
-from ..schedule import Schedule
+from ..schedule import DEFAULT_KIND, Schedule
 from ..state import State
 from ..torch_sdpa import key_mask, mask_refusal
 
@@ -32,7 +32,7 @@ class Session:
     """
 
     def __init__(
-        self, integration: str, host: str, *, policy: Policy | str | Path | None, schedule: str | None = "first_quarter"
+        self, integration: str, host: str, *, policy: Policy | str | Path | None, schedule: str | None = DEFAULT_KIND
     ) -> None:
         self.policy, self.schedule = as_policy(policy), schedule
         self.report = Report(integration, host)

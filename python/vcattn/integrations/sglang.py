@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..policy import Policy
+from ..schedule import DEFAULT_KIND
 from .enums import add_member
 from .session import Session
 
@@ -40,7 +41,7 @@ def plugin() -> None:
 def register(
     *,
     policy: Policy | str | Path | None = None,
-    schedule: str | None = "first_quarter",
+    schedule: str | None = DEFAULT_KIND,
     platforms: Any = None,
 ) -> Session:
     """Makes the backend known to SGLang in this process, before its layers are made; returns the session of its calls.

@@ -38,7 +38,7 @@ except ImportError as error:
     sys.exit(f"compare_sdpa.py needs torch with CUDA: {error}")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "python"))
-from vcattn import _abi, _library  # noqa: E402
+from vcattn import _abi, _library
 
 BASELINE = "sdpa cudnn"
 FLASH_ATTENTION_3 = "flash attention 3"

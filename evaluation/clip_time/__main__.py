@@ -228,7 +228,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=_MODELS, default="wan2.2-a14b")
     parser.add_argument("--shapes", nargs="+", choices=wan.SHAPES, default=list(wan.SHAPES))
     parser.add_argument("--recipes", nargs="+", default=list(_RECIPES), metavar="RECIPE")
-    parser.add_argument("--schedule", default="first_quarter", help="kind of vcattn.Schedule")
+    parser.add_argument("--schedule", default="first_quarter", help="first_quarter has every kind of step")
     parser.add_argument("--repeats", type=int, default=1, help="of a forward at each kind of step")
     parser.add_argument("--out", type=Path, default=Path("out/clip_time"))
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_LAYERS} layers at 480p: does everything run?")

@@ -47,7 +47,7 @@ def test_published_size():
 
 def test_step_kinds():
     """40 steps of which 10 smooth, in threes of one grouping for four steps."""
-    kinds = clip_time.step_kinds(vcattn.Schedule(40))
+    kinds = clip_time.step_kinds(vcattn.Schedule(40, "first_quarter"))
     assert {key: len(steps) for key, steps in kinds.items()} == {
         (True, True, False): 1,
         (True, False, False): 7,

@@ -69,7 +69,7 @@ def _by_step(folder: Path, measured: Measured, runs: list[Run]) -> Path:
         curves = np.array([result.psnr_by_step for result in measured[run].values()])
         axis.plot(curves.mean(0), label=_label(run, measured))
     axis.set(xlabel="step", ylabel="PSNR of the predicted clip against BF16's, dB")
-    axis.legend(fontsize=7, ncols=2)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axis.grid(alpha=0.3)
     return _save(figure, folder / "psnr_by_step.png")
 

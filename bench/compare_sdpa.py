@@ -2,11 +2,11 @@
 """Whole calls of vcattn beside torch's scaled_dot_product_attention (cuDNN and FlashAttention, BF16), in one process;
 with --flash-attention-3 also beside FlashAttention-3 in BF16, where its Python package is installed.
 
-Every round runs each contender once, one behind the other on one stream; CUDA events take the times, and while a round
-runs the next is queued, so that the device never waits for Python. Random normal tensors in [batch, seqlen, num_heads,
-head_dim] storage for all (torch sees them transposed). Two whole calls of each recipe: with the order of the keys
-given, and with a warm grouping before it, which is what a host pays in steps that regroup. Calls write into memory that
-was allocated before; SDPA allocates its output from torch's cache, as in use.
+Every round runs each contender once, in an order of its own, on one stream; CUDA events take the times, and while a
+round runs the next is queued, so that the device never waits for Python. Random normal tensors in [batch, seqlen,
+num_heads, head_dim] storage for all (torch sees them transposed). Two whole calls of each recipe: with the order of the
+keys given, and with a warm grouping before it, which is what a host pays in steps that regroup. Calls write into memory
+that was allocated before; SDPA allocates its output from torch's cache, as in use.
 
 The kernels alone cannot be reached from Python: with --tool the command-line tool times them right after, on tensors of
 its own.
@@ -21,6 +21,7 @@ import ctypes
 import importlib
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -216,20 +217,24 @@ def read_clocks() -> dict[str, float] | None:
 def interleave(
     contenders: list[Contender], rounds: int, idle_cycles: int = 0
 ) -> tuple[dict[str, list[float]], list[dict[str, float]]]:
-    """Milliseconds of each contender, one a round, and readings of the clocks while rounds ran.
+    """Milliseconds of each contender, one a round, and readings of the clocks while rounds ran. Each round has an order
+    of its own: a card at its power limit pays for what ran just before.
 
     idle_cycles: so long the device idles before each round, for calls so short that the host would fall behind.
     """
 
-    def queue_round() -> list[torch.cuda.Event]:
+    shuffled = random.Random(0)
+
+    def queue_round() -> tuple[list[Contender], list[torch.cuda.Event]]:
         if idle_cycles:
             torch.cuda._sleep(idle_cycles)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(contenders) + 1)]
+        order = shuffled.sample(contenders, len(contenders))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
         events[0].record()
-        for contender, event in zip(contenders, events[1:]):
+        for contender, event in zip(order, events[1:]):
             contender.run()
             event.record()
-        return events
+        return order, events
 
     queue_round()  # plans and caches; not kept
     queued = [queue_round()]
@@ -238,12 +243,12 @@ def interleave(
     for left in reversed(range(rounds)):
         if left > 0:
             queued.append(queue_round())
-        events = queued.pop(0)
+        order, events = queued.pop(0)
         events[0].synchronize()
         if (reading := read_clocks()) is not None:
             clocks.append(reading)
         events[-1].synchronize()
-        for contender, begin, end in zip(contenders, events, events[1:]):
+        for contender, begin, end in zip(order, events, events[1:]):
             samples[contender.name].append(begin.elapsed_time(end))
     return samples, clocks
 

@@ -117,6 +117,7 @@ double SplitCall::value_operand_bytes() const {
 double SplitCall::key_bytes() const { return tensor_bytes(params_.k) + permutation_bytes() + key_operand_bytes(); }
 double SplitCall::value_bytes() const { return tensor_bytes(params_.v) + permutation_bytes() + value_operand_bytes(); }
 double SplitCall::query_bytes() const { return tensor_bytes(params_.q) + query_operand_bytes(); }
+double SplitCall::statistics_bytes() const { return tensor_bytes(params_.k) + tensor_bytes(params_.v); }
 double SplitCall::attention_bytes() const {
   return query_operand_bytes() + key_operand_bytes() + value_operand_bytes() + tensor_bytes(params_.out);
 }

@@ -49,6 +49,7 @@ class SplitCall {
   std::vector<UnfusedStep> unfused_steps(const DeviceMemory& memory) const;
 
   // Bytes that each reads and writes at least: every operand once, however often a stage goes over it.
+  double statistics_bytes() const;
   double key_bytes() const;
   double value_bytes() const;
   double query_bytes() const;

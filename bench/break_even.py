@@ -83,10 +83,11 @@ def length_text(length: float, lengths: list[int]) -> str:
     return f"> {lengths[-1]}" if math.isinf(length) else f"{length:.0f}"
 
 
-def rounded(length: float, lengths: list[int]) -> int:
-    """For the table: an unknown length as the nearest that was tried."""
-    length = min(max(length, lengths[0]), lengths[-1])
-    return math.ceil(length / ROUNDED_TO) * ROUNDED_TO
+def rounded(length: float, lengths: list[int]) -> int | str:
+    """For the table: below the shortest that was tried as that one."""
+    if math.isinf(length):
+        return "kNever"
+    return math.ceil(max(length, lengths[0]) / ROUNDED_TO) * ROUNDED_TO
 
 
 def main() -> None:

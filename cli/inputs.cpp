@@ -67,6 +67,8 @@ vcattn_video_grid resolve_grid(const InputOptions& options, const std::map<std::
     grid = parse_grid(options.grid, "--grid");
   } else if (const auto entry = metadata.find("video_grid"); entry != metadata.end()) {
     grid = parse_grid(entry->second, fmt::format("{}: metadata \"video_grid\"", io::shown_path(options.file)));
+  } else if (options.text_tokens) {
+    throw io::Error("--text-tokens needs --grid: they lie before the video's grid, and no grid is given");
   } else {
     return grid;
   }

@@ -408,6 +408,7 @@ TEST_F(RefusalTest, MetadataAndOptionsNameWhatWasFound) {
   write("a.safetensors", shape, shape, shape);
   expect_attend_refused({file, "--layout", "SBHD"}, {"--layout", "BSHD", "\"SBHD\""});
   expect_attend_refused({file, "--grid", "1x0x8"}, {"--grid", "\"1x0x8\""});
+  expect_attend_refused({file, "--text-tokens", "2"}, {"--text-tokens", "--grid"});
   expect_attend_refused({file, "--scale", "nan"}, {"--scale", "nan"});
   expect_attend_refused({file, "--dtype", "int8"}, {"--dtype", "\"int8\""});
   expect_attend_refused({file, "--backend", "tpu"}, {"auto or cpu", "\"tpu\""});

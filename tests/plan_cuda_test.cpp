@@ -50,7 +50,7 @@ TEST(Sm90aPlan, EveryServedRecipeHasAKernel) {
 }
 
 // By recipe and channels as stored, and no sooner where the call groups.
-TEST(Sm90aPlan, EveryServedRecipeHasABreakEvenLength) {
+TEST(Sm90aPlan, BreakEvenLengthsAreOfWhatWasMeasured) {
   for (const char* name : {"accurate", "exact", "fast", "vsmooth8"}) {
     for (const int64_t dim : {8, 64, 65, 128}) {
       for (const int32_t mean_rows : {0, 128}) {
@@ -61,7 +61,8 @@ TEST(Sm90aPlan, EveryServedRecipeHasABreakEvenLength) {
         std::string text;
         ASSERT_EQ(d.choose(config, text), VCATTN_OK) << text;
         const int64_t ordered = sm90a::break_even_seqlen(config, false);
-        EXPECT_GT(ordered, 0);
+        const bool measured = mean_rows > 0 && std::string(name) != "vsmooth8";
+        EXPECT_EQ(ordered > 0, measured) << ordered;
         EXPECT_GE(sm90a::break_even_seqlen(config, true), ordered);
         EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
         d.params.recipe.v_order = VCATTN_ORDER_CHAIN;

@@ -223,7 +223,8 @@ enum {
 /* Where the video is: `first_token` others first (text), then a frames x height x width grid in row-major order, then
    any number of others. Needed by VCATTN_ORDER_CUBE and VCATTN_ROPE_PER_AXIS. The orders that cluster, given one, group
    its tokens alone, by their number alone (1 x 1 x n will do): the others stand behind them as they come, and touch
-   neither their order nor the centroids. All zero: every token is grouped. Not together with cu_seqlens. */
+   neither their order nor the centroids. All zero: every token is grouped. Not together with cu_seqlens. Calls that use
+   it for none of these (an order is given, or that of the sequence; no rope per axis) do not look at it. */
 typedef struct vcattn_video_grid {
   int64_t first_token;
   int64_t frames, height, width;
@@ -310,8 +311,9 @@ VCATTN_API vcattn_code vcattn_attention(const vcattn_attention_params* params, v
 
 /* Up to how many queries or keys BF16 attention is the faster choice: measured on the back end's card, this call and
  * BF16 attention as whole calls on the same shape. Calls that small are served all the same: who calls chooses.
- * Follows the recipe, head_dim, and whether a permutation is given (else the call groups), not the lengths in `params`.
- * 0 where nothing was measured: the CPU's back end is a reference. */
+ * Follows the recipe, head_dim, and whether a permutation is given (else the call groups), not the lengths in `params`,
+ * which must be those of a whole call all the same. INT64_MAX: at no length that was tried (32,768). 0 where nothing
+ * was measured: the CPU's back end is a reference. */
 VCATTN_API vcattn_code vcattn_break_even_seqlen(const vcattn_attention_params* params, int64_t* seqlen,
                                                 vcattn_message* message);
 

@@ -70,7 +70,7 @@ inline vcattn_tensor make_tensor(const void* data, vcattn_dtype dtype, const Sha
 }
 
 // rope_q or rope_k with dense tables [seqlen, head_dim / 2] that all batch entries and heads share; for others, change
-// the strides of the result.
+// the strides of the result. head_dim: of q and k, which nothing can check from here.
 inline vcattn_rope make_rope(vcattn_rope_pairing pairing, const float* cos, const float* sin, int64_t head_dim) {
   vcattn_rope rope{};
   rope.pairing = pairing;

@@ -276,6 +276,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As _call.attention."""
     rope_q, rope_k = rope or (None, None)
+    for one in (rope_q, rope_k):
+        if one is not None:
+            _torch_arrays.check_not_batched("rope", one.tables)
     out, lse = torch.ops.vcattn.attention(
         q,
         k,

@@ -37,7 +37,7 @@ def test_schedule_is_the_librarys():
     assert all(step.smooth for step in vcattn.Schedule(5).steps)
 
 
-@pytest.mark.parametrize("arguments", [(0,), (4, "sometimes"), (4, "never", -1)])
+@pytest.mark.parametrize("arguments", [(0,), (4, "sometimes"), (4, ["a"]), (4, "never", -1)])
 def test_schedule_refusals(arguments: tuple):
     with pytest.raises(vcattn.InvalidArgumentError):
         vcattn.Schedule(*arguments)
@@ -53,7 +53,10 @@ def test_schedules_are_values():
     assert len({schedule, vcattn.Schedule(8), vcattn.Schedule(8, "never")}) == 2
 
 
-@pytest.mark.parametrize("arguments, match", [((2**31,), "found 2147483648"), ((1.5,), "whole number; found 1.5")])
+@pytest.mark.parametrize(
+    "arguments, match",
+    [((2**31,), "found 2147483648"), ((100_001,), "at most 100000; found 100001"), ((1.5,), "whole number; found 1.5")],
+)
 def test_schedules_of_other_numbers_are_refused(arguments: tuple, match: str):
     with pytest.raises(vcattn.InvalidArgumentError, match=match):
         vcattn.Schedule(*arguments)

@@ -352,6 +352,12 @@ def test_masks_are_honoured_or_left_to_the_native_backend():
         assert torch.equal(found, expected) == (mask is masks[2])
 
 
+def test_schedules_that_there_are_not_are_refused():
+    model, _ = wan()
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        attach(model, schedule="sometimes")
+
+
 def test_what_cannot_be_attached_to():
     with pytest.raises(vcattn.InvalidArgumentError, match="found Linear"):
         attach(torch.nn.Linear(1, 1))

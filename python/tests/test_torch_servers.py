@@ -217,6 +217,22 @@ def test_lightx2v_shares_keys_between_heads(registry: Any):
     assert difference(found, exact(q[None], *repeated).reshape(150, -1)) < BOUND and session.report.served == 1
 
 
+def test_lightx2v_without_steps(registry: Any):
+    session = register_lightx2v(registry, policy=EVERYWHERE)
+    q, k, v = tensors(150, 2, 64)
+    scheduler = SimpleNamespace(step_index=0, infer_steps=0, infer_condition=True)
+    found = registry["vcattn"]().apply(q, k, v, block_idx=3, scheduler=scheduler)
+    assert difference(found, exact(q[None], k[None], v[None]).reshape(150, -1)) < BOUND
+    assert session.report.served == 1 and session.step is None
+
+
+def test_lightx2v_refuses_schedules_that_there_are_not(registry: Any):
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        register_lightx2v(registry, schedule="sometimes")
+    assert "vcattn" not in registry
+    register_lightx2v(registry)
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_lightx2v_leaves_packed_segments_to_its_host(registry: Any, batched: bool):
     session = register_lightx2v(registry, policy=EVERYWHERE)
@@ -392,6 +408,25 @@ def test_sglang_steps_branches_and_experts(platforms: Any):
     assert len(session._states._children) == 1
     forward(experts[0], q, k, v, 0)  # a text encoder's, say
     assert session.step is None and session.report.served == 10
+
+
+def test_sglang_without_steps(platforms: Any):
+    session = sglang.register(policy=EVERYWHERE)
+    from vcattn.integrations.sglang_backend import VCAttnImpl
+
+    q, k, v = tensors(1, 150, 2, 64)
+    request = Request()
+    request.num_inference_steps = 0
+    found = forward(VCAttnImpl(2, 64, softmax_scale=0.2, prefix="blocks.3.attn1.impl"), q, k, v, 0, request)
+    assert difference(found, exact(q, k, v, scale=0.2)) < BOUND
+    assert session.report.served == 1 and session.step is None
+
+
+def test_sglang_refuses_schedules_that_there_are_not(platforms: Any):
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        sglang.register(schedule="sometimes", platforms=platforms)
+    assert sglang.session is None
+    assert not hasattr(platforms.current_platform.get_attn_backend_cls_str, "vcattn_original")
 
 
 def test_sglang_varlen_and_ring(platforms: Any):

@@ -218,7 +218,7 @@ def test_without_noise_levels_there_is_no_step(sigmas: Any, sample_sigmas: Any):
 
 
 def test_schedules_that_there_are_not_are_refused():
-    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind is one of .*; found 'sometimes'"):
+    with pytest.raises(vcattn.InvalidArgumentError, match="found 'sometimes'"):
         attach(ModelPatcher(), schedule="sometimes")
 
 

@@ -120,7 +120,7 @@ def test_vmap():
     found = torch.vmap(lambda q: vcattn.attention(q, k, v, rope=vcattn.Rope(cos, sin)))(several)
     for one, x in zip(found, several):
         assert torch.equal(one, vcattn.attention(x, k, v, rope=vcattn.Rope(cos, sin)))
-    with pytest.raises(vcattn.UnsupportedError, match="batched rope tables inside torch.vmap"):
+    with pytest.raises(vcattn.UnsupportedError, match=r"batched rope tables inside torch\.vmap"):
         torch.vmap(lambda sin: vcattn.attention(q, k, v, rope=vcattn.Rope(cos, sin)))(sin.expand(2, -1, -1))
 
 

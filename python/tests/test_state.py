@@ -88,6 +88,15 @@ def test_an_order_serves_the_grid_that_it_was_made_for(groupings: list[bool]):
     assert groupings == [False, False, False]
 
 
+def test_grids_may_be_any_sequences(groupings: list[bool]):
+    state = vcattn.State(vcattn.Schedule(8, "every_step", reuse=8))
+    q, k, v = inputs(0)
+    for step, grid in enumerate((np.array([0, 1, 1, 500]), [0, 1, 1, np.int32(500)])):
+        out = vcattn.attention(q, k, v, state=state, step=step, grid=grid)
+        assert np.array_equal(out, vcattn.attention(q, k, v, grid=(0, 1, 1, 500))), f"step {step}"
+    assert groupings == [False]
+
+
 def test_a_run_follows_the_schedule(groupings: list[bool]):
     state = vcattn.State(vcattn.Schedule(16, "first_quarter"))
     for step in range(16):

@@ -54,7 +54,7 @@ class Segments(NamedTuple):
 
 
 def _options(spec: str, bhsd: bool, scale: float, grid: list[int], flags: int, backend: str) -> _call.Options:
-    return _call.Options(spec, bhsd, scale, tuple(grid) or None, flags, backend)
+    return _call.Options(spec, bhsd, scale, _call.grid_of(grid) if grid else None, flags, backend)
 
 
 def _segments(q: torch.Tensor | None, kv: torch.Tensor | None) -> _call.Segments | None:

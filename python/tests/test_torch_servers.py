@@ -112,6 +112,9 @@ def test_xdit_padding(backends: Any):
     assert difference(out, F.scaled_dot_product_attention(q, k, v)) < BOUND and report.served == 3
     with pytest.raises(vcattn.UnsupportedError, match="indices_k needs"):
         call(backends, member, q, k, v, attention_kwargs={"indices_k": indices})
+    for length in (0, -50, 151):
+        with pytest.raises(vcattn.InvalidArgumentError, match=f"valid_kv_len is 1 to 150, the keys; found {length}"):
+            call(backends, member, q, k, v, attention_kwargs={"valid_kv_len": length, "indices_k": indices})
     with pytest.raises(vcattn.UnsupportedError, match="differs between queries"):
         causal = torch.ones(150, 150, dtype=torch.bool).tril()
         call(backends, member, q, k, v, attention_kwargs={"attn_mask": causal})

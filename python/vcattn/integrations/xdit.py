@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from .._check import whole
 from ..attention import attention
-from ..errors import UnsupportedError
+from ..errors import InvalidArgumentError, UnsupportedError
 from ..policy import Policy, as_policy
 from ..report import Report
 from ..torch_sdpa import key_mask, mask_refusal
@@ -93,4 +94,8 @@ def _admitted(
         return key, value, None
     if length is None:
         raise UnsupportedError("attention_kwargs: indices_k needs attn_mask or valid_kv_len beside it")
+    if not isinstance(length, int):  # numbers of traced code are, and stay what they are
+        length = whole("attention_kwargs: valid_kv_len", length)
+    if not 1 <= length <= key.shape[2]:
+        raise InvalidArgumentError(f"attention_kwargs: valid_kv_len is 1 to {key.shape[2]}, the keys; found {length}")
     return key[:, :, :length], value[:, :, :length], None

@@ -21,6 +21,8 @@ import torch.nn.functional as F  # noqa: E402
 
 import vcattn  # noqa: E402
 from vcattn.integrations import lightx2v, sglang, xdit  # noqa: E402
+from vcattn.integrations.session import Session  # noqa: E402
+from vcattn.policy import DEFAULT_MIN_SEQLEN, GROUPING_MIN_SEQLEN  # noqa: E402
 
 BOUND = 0.06
 EVERYWHERE = vcattn.Policy(min_seqlen=0)
@@ -95,6 +97,16 @@ def test_xdit(backends: Any):
     out, lse = call(backends, member, q, k, v)
     assert difference(out, F.scaled_dot_product_attention(q, k, v)) < BOUND and report.served == 1
     torch.testing.assert_close(lse, (q @ k.mT / 8).logsumexp(-1), atol=0.02, rtol=0)
+
+
+def test_hosts_that_keep_no_orders_leave_longer_calls_alone(backends: Any):
+    member, report = xdit.register(policy="accurate", backends=backends)
+    q, k, v = (x.transpose(1, 2) for x in tensors(1, GROUPING_MIN_SEQLEN, 1, 8))
+    choice = f"at most {GROUPING_MIN_SEQLEN} queries or keys (min_seqlen)"
+    call(backends, member, q[:, :, :1], k, v)
+    assert dict(report.fallbacks) == {choice: 1}
+    for schedule, length in ((None, GROUPING_MIN_SEQLEN), ("every_step", DEFAULT_MIN_SEQLEN)):
+        assert Session("x", "y", policy=None, schedule=schedule).policy == vcattn.Policy(min_seqlen=length)
 
 
 def test_xdit_padding(backends: Any):

@@ -16,7 +16,7 @@ from .._call import recipe_facts
 from .._torch_arrays import NO_BACKWARD, needs_gradient
 from ..attention import attention
 from ..errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
-from ..policy import Policy, as_policy
+from ..policy import DEFAULT_MIN_SEQLEN, GROUPING_MIN_SEQLEN, Policy, as_policy
 from ..report import Report
 from ..schedule import DEFAULT_KIND, MAX_STEPS, Schedule, check_kind
 from ..state import State
@@ -27,7 +27,8 @@ class Session:
     """One host's calls. Not for several threads at once.
 
     policy: as vcattn.policy.as_policy takes it: a Policy, a .json file, a recipe, or None.
-    schedule: kind of vcattn.Schedule by which requests keep the order of the values; None: every call makes its own.
+    schedule: kind of vcattn.Schedule by which requests keep the order of the values; None: every call makes its own,
+        and calls that this does not pay for stay with the host unless the policy is a Policy or a file.
     Raises InvalidArgumentError for others.
     report: what became of the calls. step, num_steps: of the current request, None outside of one.
     """
@@ -37,7 +38,8 @@ class Session:
     ) -> None:
         if schedule is not None:
             check_kind(schedule)
-        self.policy, self.schedule = as_policy(policy), schedule
+        min_seqlen = GROUPING_MIN_SEQLEN if schedule is None else DEFAULT_MIN_SEQLEN
+        self.policy, self.schedule = as_policy(policy, min_seqlen=min_seqlen), schedule
         self.report = Report(integration, host)
         self.step: int | None = None
         self.num_steps: int | None = None

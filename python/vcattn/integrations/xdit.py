@@ -11,7 +11,7 @@ import torch
 from .._check import whole
 from ..attention import attention
 from ..errors import InvalidArgumentError, UnsupportedError
-from ..policy import Policy, as_policy
+from ..policy import GROUPING_MIN_SEQLEN, Policy, as_policy
 from ..report import Report
 from ..torch_sdpa import key_mask, mask_refusal
 from .enums import add_member
@@ -30,7 +30,7 @@ def register(*, policy: Policy | str | Path | None = None, backends: Any = None)
     Raises UnsupportedError for such policies.
     """
     backends = backends or importlib.import_module("xfuser.core.distributed.attention_backend")
-    policy = as_policy(policy)
+    policy = as_policy(policy, min_seqlen=GROUPING_MIN_SEQLEN)
     if policy.layers or policy.native_first or policy.native_last:
         raise UnsupportedError("xDiT tells neither layer nor step: a policy has recipe and min_seqlen alone")
     report = Report("vcattn in xDiT", "SDPA_FLASH")

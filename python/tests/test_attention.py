@@ -152,8 +152,14 @@ def test_video_grid():
     with pytest.raises(vcattn.InvalidArgumentError, match="video grid"):
         vcattn.attention(q, k, v, recipe=cube)
     assert error(vcattn.attention(q, k, v, recipe=cube, grid=(4, 2, 10, 12)), exact(q, k, v)[0]) < BOUND
-    for wrong in ((4, 2, 10, 12, 1), ("4", 2, 10, 12)):
-        with pytest.raises(vcattn.InvalidArgumentError, match="grid: "):
+    wrongs = (
+        ((4, 2, 10, 12, 1), "grid: .first_token"),
+        (("4", 2, 10, 12), "grid: first_token is a whole number; found '4'"),
+        ((4, 2, 2**64 + 10, 12), "grid: height is a number of 64 bits; found 18446744073709551626"),
+        ((-(2**64), 2, 10, 12), "grid: first_token is a number of 64 bits"),
+    )
+    for wrong, match in wrongs:
+        with pytest.raises(vcattn.InvalidArgumentError, match=match):
             vcattn.attention(q, k, v, recipe=cube, grid=wrong)
 
 

@@ -12,14 +12,15 @@ import vcattn
 from reference import normal
 from vcattn import _abi, _library
 from vcattn.captures import Capture
-from vcattn.policy import DEFAULT_MIN_SEQLEN, as_policy
+from vcattn.policy import DEFAULT_MIN_SEQLEN, GROUPING_MIN_SEQLEN, as_policy
 from vcattn.recipe import split_specs
 from vcattn.sensitivity import Measurement, Sensitivity
 
 LONG = {"seqlen_q": 10_000, "seqlen_kv": 10_000}
 
 
-def test_the_default_length_is_the_librarys():
+@pytest.mark.parametrize("grouping, expected", [(False, DEFAULT_MIN_SEQLEN), (True, GROUPING_MIN_SEQLEN)])
+def test_the_default_lengths_are_the_librarys(grouping: bool, expected: int):
     sm90a = next(backend for backend in vcattn.backends() if backend.name == "sm90a")
     if not sm90a.available:
         pytest.skip(f"needs the back end sm90a: {sm90a.reason}")
@@ -28,10 +29,10 @@ def test_the_default_length_is_the_librarys():
     for i, name in enumerate(("q", "k", "v", "out"), start=1):  # addresses that nothing follows
         strides = (300 * 2 * 128, 2 * 128, 128, 1)
         setattr(params, name, _abi.Tensor(i << 30, _abi.BF16, 0, (1, 300, 2, 128), strides))
-    params.permutation, params.memory = 5 << 30, _abi.MEMORY_CUDA
+    params.permutation, params.memory = 0 if grouping else 5 << 30, _abi.MEMORY_CUDA
     seqlen = c_int64()
     _library.check(library.vcattn_break_even_seqlen(addressof(params), addressof(seqlen), addressof(message)), message)
-    assert seqlen.value == DEFAULT_MIN_SEQLEN
+    assert seqlen.value == expected
 
 
 def test_first_and_last_steps_and_named_layers_are_native():

@@ -37,7 +37,7 @@ def test_schedule_is_the_librarys():
     assert all(step.smooth for step in vcattn.Schedule(5).steps)
 
 
-@pytest.mark.parametrize("arguments", [(0,), (4, "sometimes"), (4, "never", -1)])
+@pytest.mark.parametrize("arguments", [(0,), (4, "sometimes"), (4, ["a"]), (4, "never", -1)])
 def test_schedule_refusals(arguments: tuple):
     with pytest.raises(vcattn.InvalidArgumentError):
         vcattn.Schedule(*arguments)
@@ -53,7 +53,10 @@ def test_schedules_are_values():
     assert len({schedule, vcattn.Schedule(8), vcattn.Schedule(8, "never")}) == 2
 
 
-@pytest.mark.parametrize("arguments, match", [((2**31,), "found 2147483648"), ((1.5,), "whole number; found 1.5")])
+@pytest.mark.parametrize(
+    "arguments, match",
+    [((2**31,), "found 2147483648"), ((100_001,), "at most 100000; found 100001"), ((1.5,), "whole number; found 1.5")],
+)
 def test_schedules_of_other_numbers_are_refused(arguments: tuple, match: str):
     with pytest.raises(vcattn.InvalidArgumentError, match=match):
         vcattn.Schedule(*arguments)
@@ -83,6 +86,15 @@ def test_an_order_serves_the_grid_that_it_was_made_for(groupings: list[bool]):
         out = vcattn.attention(q, k, v, state=state, step=step, grid=grid)
         assert np.array_equal(out, vcattn.attention(q, k, v, grid=grid)), f"step {step}"
     assert groupings == [False, False, False]
+
+
+def test_grids_may_be_any_sequences(groupings: list[bool]):
+    state = vcattn.State(vcattn.Schedule(8, "every_step", reuse=8))
+    q, k, v = inputs(0)
+    for step, grid in enumerate((np.array([0, 1, 1, 500]), [0, 1, 1, np.int32(500)])):
+        out = vcattn.attention(q, k, v, state=state, step=step, grid=grid)
+        assert np.array_equal(out, vcattn.attention(q, k, v, grid=(0, 1, 1, 500))), f"step {step}"
+    assert groupings == [False]
 
 
 def test_a_run_follows_the_schedule(groupings: list[bool]):

@@ -52,6 +52,15 @@ def test_views_of_a_fused_projection():
     assert torch.equal(out, vcattn.attention(q.contiguous(), k.contiguous(), v.contiguous()))
 
 
+def test_a_mask_of_another_library_is_refused():
+    q, k, v = tensors(1, 150, 2, 64)
+    mask = torch.arange(150)[None] < 100
+    with pytest.raises(vcattn.InvalidArgumentError, match="key_padding_mask: a torch tensor like q; found ndarray"):
+        vcattn.attention(q, k, v, key_padding_mask=mask.numpy())
+    with pytest.raises(vcattn.InvalidArgumentError, match="key_padding_mask: a numpy array like q; found Tensor"):
+        vcattn.attention(*to_numpy(q, k, v), key_padding_mask=mask)
+
+
 def test_mask_and_segments():
     q, k, v = tensors(1, 150, 2, 64, dtype=torch.float32)
     mask = torch.arange(150)[None] < 100

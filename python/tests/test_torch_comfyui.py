@@ -142,6 +142,8 @@ def test_an_override_that_was_there_answers_for_the_host():
         ([30, TOKENS], (30, 1, 1, TOKENS - 30)),
         ([0, 100], (0, 1, 1, 100)),
         ([30, TOKENS + 1], None),  # of another call
+        ((10,), None),
+        ((10.5, 20), None),
     ],
 )
 def test_text_stays_out_of_the_order_of_the_slice(img_slice: Any, grid: Any):
@@ -196,6 +198,28 @@ def test_steps_branches_and_layers(monkeypatch: pytest.MonkeyPatch):
     made.clear()
     run(model, 8)
     assert made[:2] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "sigmas, sample_sigmas",
+    [
+        (torch.empty(0), torch.ones(3)),
+        (torch.ones(1), torch.empty(0)),
+        (torch.ones(1), torch.tensor(1.0)),
+        (0.5, [1, 0]),
+    ],
+)
+def test_without_noise_levels_there_is_no_step(sigmas: Any, sample_sigmas: Any):
+    model = attach(ModelPatcher(), policy=EVERYWHERE)
+    session = options_of(model)["optimized_attention_override"].session
+    options = options_of(model, sigmas=sigmas, sample_sigmas=sample_sigmas)
+    optimized_attention(*tensors(), HEADS, transformer_options=options)
+    assert session.report.served == 1 and session.step is None
+
+
+def test_schedules_that_there_are_not_are_refused():
+    with pytest.raises(vcattn.InvalidArgumentError, match="found 'sometimes'"):
+        attach(ModelPatcher(), schedule="sometimes")
 
 
 def test_node():

@@ -22,6 +22,7 @@ from diffusers.models import attention_dispatch  # noqa: E402
 
 import vcattn  # noqa: E402
 from vcattn import _call  # noqa: E402
+from vcattn.integrations import diffusers as adapter  # noqa: E402
 from vcattn.integrations.diffusers import attach, register  # noqa: E402
 
 EVERYWHERE = vcattn.Policy(min_seqlen=0)
@@ -303,14 +304,15 @@ def test_an_exception_in_the_model_leaves_nothing_behind():
     assert torch.equal(run(model, arguments), expected)
 
 
-def test_by_diffusers_own_means():
+def test_by_diffusers_own_means(monkeypatch: pytest.MonkeyPatch):
     model, inputs = wan()
     arguments = inputs(1.0)
     expected = run(model, arguments)
     assert register() is register()
     with attention_dispatch.attention_backend("vcattn"):
         assert torch.equal(run(model, arguments), expected)  # short calls: native
-    q, k, v = (torch.randn(1, 4700, 1, 64).bfloat16() for _ in range(3))
+    monkeypatch.setattr(adapter._unattached, "policy", EVERYWHERE)
+    q, k, v = (torch.randn(1, 700, 1, 64).bfloat16() for _ in range(3))
     with attention_dispatch.attention_backend("vcattn"), torch.no_grad():
         served = attention_dispatch.dispatch_attention_fn(q, k, v)
     assert torch.equal(served, vcattn.attention(q, k, v))
@@ -339,17 +341,24 @@ def test_every_argument_that_diffusers_passes_is_named():
 
 
 @pytest.mark.filterwarnings("ignore:vcattn")
-def test_masks_are_honoured_or_left_to_the_native_backend():
+def test_masks_are_honoured_or_left_to_the_native_backend(monkeypatch: pytest.MonkeyPatch):
     backend = register()
-    q, k, v = (torch.randn(2, 4700, 1, 64).bfloat16() for _ in range(3))
-    keys = torch.arange(4700) < torch.tensor([[3000], [4700]])
-    masks = [keys, keys[:, None, None], torch.randn(2, 1, 1, 4700).bfloat16()]
+    monkeypatch.setattr(adapter._unattached, "policy", EVERYWHERE)
+    q, k, v = (torch.randn(2, 700, 1, 64).bfloat16() for _ in range(3))
+    keys = torch.arange(700) < torch.tensor([[300], [700]])
+    masks = [keys, keys[:, None, None], torch.randn(2, 1, 1, 700).bfloat16()]
     for mask in masks:
         with torch.no_grad():
             found = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend)
             expected = attention_dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask)
         assert difference(found.float(), expected.float()) < BOUND
         assert torch.equal(found, expected) == (mask is masks[2])
+
+
+def test_schedules_that_there_are_not_are_refused():
+    model, _ = wan()
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        attach(model, schedule="sometimes")
 
 
 def test_what_cannot_be_attached_to():

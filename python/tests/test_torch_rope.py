@@ -112,6 +112,18 @@ def test_grouping_state_with_rope():
     assert torch.equal(found, vcattn.attention(q, k, v, rope=rope))
 
 
+def test_vmap():
+    """Over anything but the tables."""
+    q, k, v = qkv()
+    cos, sin = tables(SEQLEN, DIM // 2)
+    several = torch.stack([q, k])
+    found = torch.vmap(lambda q: vcattn.attention(q, k, v, rope=vcattn.Rope(cos, sin)))(several)
+    for one, x in zip(found, several):
+        assert torch.equal(one, vcattn.attention(x, k, v, rope=vcattn.Rope(cos, sin)))
+    with pytest.raises(vcattn.UnsupportedError, match=r"batched rope tables inside torch\.vmap"):
+        torch.vmap(lambda sin: vcattn.attention(q, k, v, rope=vcattn.Rope(cos, sin)))(sin.expand(2, -1, -1))
+
+
 def test_refusals():
     q, k, v = qkv()
     cos, sin = tables(SEQLEN, DIM // 2)

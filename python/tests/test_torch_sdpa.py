@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import vcattn  # noqa: E402
 from vcattn.overhead import declined_samples  # noqa: E402
+from vcattn.policy import GROUPING_MIN_SEQLEN  # noqa: E402
 
 TORCH_SDPA = F.scaled_dot_product_attention
 B, H, S, D = 2, 3, 140, 64
@@ -114,6 +115,10 @@ def test_arrays_that_are_no_tensors_are_refused(which: int):
     inputs[which] = inputs[which].numpy()
     with pytest.raises(vcattn.InvalidArgumentError, match="torch tensor; found ndarray"):
         vcattn.sdpa(*inputs)
+
+
+def test_the_default_min_seqlen_is_that_of_calls_that_group():
+    assert vcattn.patch_sdpa().min_seqlen == GROUPING_MIN_SEQLEN
 
 
 def test_min_seqlen_is_a_number():

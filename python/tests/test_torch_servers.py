@@ -21,6 +21,8 @@ import torch.nn.functional as F  # noqa: E402
 
 import vcattn  # noqa: E402
 from vcattn.integrations import lightx2v, sglang, xdit  # noqa: E402
+from vcattn.integrations.session import Session  # noqa: E402
+from vcattn.policy import DEFAULT_MIN_SEQLEN, GROUPING_MIN_SEQLEN  # noqa: E402
 
 BOUND = 0.06
 EVERYWHERE = vcattn.Policy(min_seqlen=0)
@@ -97,6 +99,16 @@ def test_xdit(backends: Any):
     torch.testing.assert_close(lse, (q @ k.mT / 8).logsumexp(-1), atol=0.02, rtol=0)
 
 
+def test_hosts_that_keep_no_orders_leave_longer_calls_alone(backends: Any):
+    member, report = xdit.register(policy="accurate", backends=backends)
+    q, k, v = (x.transpose(1, 2) for x in tensors(1, GROUPING_MIN_SEQLEN, 1, 8))
+    choice = f"at most {GROUPING_MIN_SEQLEN} queries or keys (min_seqlen)"
+    call(backends, member, q[:, :, :1], k, v)
+    assert dict(report.fallbacks) == {choice: 1}
+    for schedule, length in ((None, GROUPING_MIN_SEQLEN), ("every_step", DEFAULT_MIN_SEQLEN)):
+        assert Session("x", "y", policy=None, schedule=schedule).policy == vcattn.Policy(min_seqlen=length)
+
+
 def test_xdit_padding(backends: Any):
     """As LTX-2 tells it, by a mask, and as MiniMax-H3 does, by a length and the indices before it."""
     member, report = xdit.register(policy=EVERYWHERE, backends=backends)
@@ -112,6 +124,9 @@ def test_xdit_padding(backends: Any):
     assert difference(out, F.scaled_dot_product_attention(q, k, v)) < BOUND and report.served == 3
     with pytest.raises(vcattn.UnsupportedError, match="indices_k needs"):
         call(backends, member, q, k, v, attention_kwargs={"indices_k": indices})
+    for length in (0, -50, 151):
+        with pytest.raises(vcattn.InvalidArgumentError, match=f"valid_kv_len is 1 to 150, the keys; found {length}"):
+            call(backends, member, q, k, v, attention_kwargs={"valid_kv_len": length, "indices_k": indices})
     with pytest.raises(vcattn.UnsupportedError, match="differs between queries"):
         causal = torch.ones(150, 150, dtype=torch.bool).tril()
         call(backends, member, q, k, v, attention_kwargs={"attn_mask": causal})
@@ -215,6 +230,22 @@ def test_lightx2v_shares_keys_between_heads(registry: Any):
     found = registry["vcattn"]().apply(q, k[:, :2], v[:, :2])
     repeated = (x[None, :, :2].repeat_interleave(2, 2) for x in (k, v))
     assert difference(found, exact(q[None], *repeated).reshape(150, -1)) < BOUND and session.report.served == 1
+
+
+def test_lightx2v_without_steps(registry: Any):
+    session = register_lightx2v(registry, policy=EVERYWHERE)
+    q, k, v = tensors(150, 2, 64)
+    scheduler = SimpleNamespace(step_index=0, infer_steps=0, infer_condition=True)
+    found = registry["vcattn"]().apply(q, k, v, block_idx=3, scheduler=scheduler)
+    assert difference(found, exact(q[None], k[None], v[None]).reshape(150, -1)) < BOUND
+    assert session.report.served == 1 and session.step is None
+
+
+def test_lightx2v_refuses_schedules_that_there_are_not(registry: Any):
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        register_lightx2v(registry, schedule="sometimes")
+    assert "vcattn" not in registry
+    register_lightx2v(registry)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -392,6 +423,25 @@ def test_sglang_steps_branches_and_experts(platforms: Any):
     assert len(session._states._children) == 1
     forward(experts[0], q, k, v, 0)  # a text encoder's, say
     assert session.step is None and session.report.served == 10
+
+
+def test_sglang_without_steps(platforms: Any):
+    session = sglang.register(policy=EVERYWHERE)
+    from vcattn.integrations.sglang_backend import VCAttnImpl
+
+    q, k, v = tensors(1, 150, 2, 64)
+    request = Request()
+    request.num_inference_steps = 0
+    found = forward(VCAttnImpl(2, 64, softmax_scale=0.2, prefix="blocks.3.attn1.impl"), q, k, v, 0, request)
+    assert difference(found, exact(q, k, v, scale=0.2)) < BOUND
+    assert session.report.served == 1 and session.step is None
+
+
+def test_sglang_refuses_schedules_that_there_are_not(platforms: Any):
+    with pytest.raises(vcattn.InvalidArgumentError, match="schedule kind"):
+        sglang.register(schedule="sometimes", platforms=platforms)
+    assert sglang.session is None
+    assert not hasattr(platforms.current_platform.get_attn_backend_cls_str, "vcattn_original")
 
 
 def test_sglang_varlen_and_ring(platforms: Any):

@@ -24,9 +24,9 @@ from .rope import Rope
 from .schedule import Schedule
 
 try:
-    import numpy  # noqa: F401
-except ImportError as error:  # absent or broken: `python -m vcattn doctor` goes on without it, to say so
-    NUMPY_ERROR = str(error)
+    from numpy import dtype, ndarray  # noqa: F401  (what a folder of that name does not have)
+except Exception as error:  # absent, or broken in any way: `python -m vcattn doctor` goes on without it, to say so
+    NUMPY_ERROR = str(error) or type(error).__name__
 else:
     NUMPY_ERROR = ""
     from .attention import attention

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _abi, _library
+from ._check import whole
 from .errors import InvalidArgumentError
 from .recipe import as_recipe, facts
 from .rope import RopePair, set_rope
@@ -142,12 +143,30 @@ def _new_params(options: Options) -> _abi.AttentionParams:
     if options.backend != "auto":
         params.backend = _backend_code(options.backend)
     if options.grid is not None:
-        try:
-            first, frames, height, width = options.grid  # ctypes would fill up what is missing
-            params.grid = _abi.VideoGrid(first, frames, height, width)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgumentError(f"grid: (first_token, frames, height, width); found {options.grid!r}") from error
+        params.grid = _abi.VideoGrid(*options.grid)
     return params
+
+
+def grid_of(grid: Any) -> Grid:
+    """From any sequence of four whole numbers; raises InvalidArgumentError for anything else."""
+    try:
+        first_token, frames, height, width = grid
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"grid: (first_token, frames, height, width); found {grid!r}") from error
+    return (
+        _grid_entry("first_token", first_token),
+        _grid_entry("frames", frames),
+        _grid_entry("height", height),
+        _grid_entry("width", width),
+    )
+
+
+def _grid_entry(name: str, value: Any) -> int:
+    # Symbols of a trace stay what they are.
+    number = value if isinstance(value, int) or type(value).__name__ == "SymInt" else whole(f"grid: {name}", value)
+    if not -(2**63) <= number < 2**63:  # ctypes would wrap it
+        raise InvalidArgumentError(f"grid: {name} is a number of 64 bits; found {number}")
+    return number
 
 
 def _set_mask(params: _abi.AttentionParams, arrays: ModuleType, mask: Any, v: Any) -> None:

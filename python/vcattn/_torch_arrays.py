@@ -110,6 +110,13 @@ def in_transform() -> bool:
     return _transforms() is not None
 
 
+def check_not_batched(name: str, tensors: list[torch.Tensor]) -> None:
+    """Raises UnsupportedError for tensors that torch.vmap batches: it cannot take a list of them apart."""
+    for x in tensors:
+        if torch._C._functorch.is_batchedtensor(x):
+            raise UnsupportedError(f"{name}: batched {name} tables inside torch.vmap; give them a batch axis instead")
+
+
 def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Dense, of the dtype and device of `like`, contents undefined."""
     if shape == like.shape:  # half a microsecond less

@@ -76,8 +76,10 @@ def attention(
     if arrays is None or type(k) is not type(q) or type(v) is not type(q):
         q, k, v = _arrays.adopt(q=q, k=k, v=v)
         arrays = _arrays.library_of(q)
-    if key_padding_mask is not None and _arrays.library_of(key_padding_mask) is None:
-        _, key_padding_mask = _arrays.adopt(q=q, key_padding_mask=key_padding_mask)
+    if key_padding_mask is not None:
+        if _arrays.library_of(key_padding_mask) is None:
+            _, key_padding_mask = _arrays.adopt(q=q, key_padding_mask=key_padding_mask)
+        arrays.check_same_place("key_padding_mask", key_padding_mask, q)
     for name, x in (("k", k), ("v", v)):
         arrays.check_same_place(name, x, q)
     arrays.check_differentiable(q, k, v)
@@ -99,6 +101,8 @@ def attention(
             f"q has {q.shape[heads_axis]} heads and k {k.shape[heads_axis]}: enable_gqa=True shares keys between heads"
         )
     flags = _abi.ALLOW_NONFINITE if allow_nonfinite else 0
+    if grid is not None:
+        grid = _call.grid_of(grid)
     options = _call.Options(spec_of(recipe), bhsd, _call.check_scale(scale), grid, flags, backend)
     calls = arrays.calls(q, k, v, key_padding_mask)
     segments = None if cu_seqlens is None else calls.segments_of(cu_seqlens)

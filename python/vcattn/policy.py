@@ -15,9 +15,10 @@ from .recipe import AUTO, Recipe, as_recipe, spec_of
 NATIVE = "native"  # the host's own attention, in the dtype of its tensors (BF16)
 
 # Calls of at most this many queries or keys go to the host: preparing the operands costs more than 8 bits gain. It is
-# what vcattn_break_even_seqlen says of `accurate` with an order given, written down because defaults are needed before
-# the library is loaded; a test compares the two.
-DEFAULT_MIN_SEQLEN = 4608
+# what vcattn_break_even_seqlen says of `accurate` at 128 channels, written down because defaults are needed before the
+# library is loaded; a test compares the two.
+DEFAULT_MIN_SEQLEN = 4608  # with an order given: kept between steps
+GROUPING_MIN_SEQLEN = 10496  # of calls that make their order
 
 
 class Choice(NamedTuple):
@@ -97,10 +98,11 @@ def _spec(recipe: str | Recipe) -> str:
     return spec_of(recipe)
 
 
-def as_policy(policy: Policy | str | Path | None) -> Policy:
-    """A policy itself, one read from a .json file, one that runs a recipe everywhere, or the default."""
+def as_policy(policy: Policy | str | Path | None, *, min_seqlen: int = DEFAULT_MIN_SEQLEN) -> Policy:
+    """A policy itself, one read from a .json file, one that runs a recipe everywhere, or the default; the last two with
+    this min_seqlen."""
     if policy is None:
-        return Policy()
+        return Policy(min_seqlen=min_seqlen)
     if isinstance(policy, Policy):
         return policy
-    return Policy.load(policy) if str(policy).endswith(".json") else Policy(recipe=str(policy))
+    return Policy.load(policy) if str(policy).endswith(".json") else Policy(str(policy), min_seqlen=min_seqlen)

@@ -58,9 +58,13 @@ def pair_of(rope: Any) -> RopePair:
     for r in pair:
         if r is None:
             continue
-        counts = [len(part) if isinstance(part, (tuple, list)) else 0 for part in (r.cos, r.sin)]
-        if counts[0] != counts[1] or counts[0] not in (0, len(_AXES)):
-            raise InvalidArgumentError(f"rope: cos and sin are both one table or both three; found {counts}")
+        if not isinstance(r.interleaved, bool):
+            raise InvalidArgumentError(f"rope: interleaved is True or False; found {r.interleaved!r}")
+        counts = [len(part) if isinstance(part, (tuple, list)) else "one" for part in (r.cos, r.sin)]
+        if counts[0] != counts[1] or counts[0] not in ("one", len(_AXES)):
+            raise InvalidArgumentError(
+                f"rope: cos and sin are both one table or both three; found {counts[0]} and {counts[1]}"
+            )
     return pair
 
 
@@ -72,6 +76,8 @@ def set_rope(params: _abi.AttentionParams, which: str, rope: Rope, arrays: Modul
     if isinstance(rope.cos, (tuple, list)):
         found.tables = _abi.ROPE_PER_AXIS
         grid = params.grid
+        if not (grid.frames or grid.height or grid.width):
+            raise InvalidArgumentError(f"{name}: tables of axes need grid=(first_token, frames, height, width)")
         for axis, extent in enumerate((grid.frames, grid.height, grid.width)):
             of_axis = f"{name}, {_AXES[axis]}"
             shape, stride = _describe(found, axis, of_axis, rope.cos[axis], rope.sin[axis], arrays, like)

@@ -17,7 +17,14 @@ _KINDS = {
 }
 DEFAULT_KIND = "every_step"
 
+MAX_STEPS = 100_000  # the library is asked of each, which takes two microseconds
 _LARGEST = 2**31 - 1  # of int32_t
+
+
+def check_kind(kind: str) -> None:
+    """Raises InvalidArgumentError for what is no kind of schedule."""
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise InvalidArgumentError(f"schedule kind is one of {', '.join(_KINDS)}; found {kind!r}")
 
 
 class Step(NamedTuple):
@@ -32,7 +39,7 @@ class Step(NamedTuple):
 class Schedule:
     """A run of `num_steps` denoising steps. Immutable; equal where all steps do the same.
 
-    num_steps: at least 1.
+    num_steps: 1 to 100,000.
     kind: "every_step" (grouping costs so little that it pays; docs/results.md), "first_quarter" (the paper's),
         "uniform_quarter" or "never".
     reuse: adjacent smoothed steps that share one order; 0: the library's choice (4, or 2 in runs of at most 8 steps).
@@ -48,8 +55,9 @@ class Schedule:
         for name, value in (("num_steps", num_steps), ("reuse", reuse)):
             if abs(value) > _LARGEST:
                 raise InvalidArgumentError(f"schedule: {name} is a number of 32 bits; found {value}")
-        if kind not in _KINDS:
-            raise InvalidArgumentError(f'schedule kind is one of {", ".join(_KINDS)}; found "{kind}"')
+        if num_steps > MAX_STEPS:
+            raise InvalidArgumentError(f"schedule: num_steps is at most {MAX_STEPS}; found {num_steps}")
+        check_kind(kind)
         fix = super().__setattr__
         fix("num_steps", num_steps)
         fix("kind", kind)

@@ -54,7 +54,7 @@ class Segments(NamedTuple):
 
 
 def _options(spec: str, bhsd: bool, scale: float, grid: list[int], flags: int, backend: str) -> _call.Options:
-    return _call.Options(spec, bhsd, scale, tuple(grid) or None, flags, backend)
+    return _call.Options(spec, bhsd, scale, _call.grid_of(grid) if grid else None, flags, backend)
 
 
 def _segments(q: torch.Tensor | None, kv: torch.Tensor | None) -> _call.Segments | None:
@@ -276,6 +276,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As _call.attention."""
     rope_q, rope_k = rope or (None, None)
+    for one in (rope_q, rope_k):
+        if one is not None:
+            _torch_arrays.check_not_batched("rope", one.tables)
     out, lse = torch.ops.vcattn.attention(
         q,
         k,

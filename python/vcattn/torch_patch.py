@@ -12,7 +12,7 @@ from . import _library, torch_intercept
 from ._check import whole
 from ._torch_arrays import NO_BACKWARD, PLAIN, in_transform, needs_gradient
 from .errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
-from .policy import DEFAULT_MIN_SEQLEN
+from .policy import GROUPING_MIN_SEQLEN
 from .recipe import AUTO, Recipe, as_recipe
 from .report import Report
 from .torch_op import traced_refusal
@@ -31,13 +31,14 @@ class patch_sdpa:  # noqa: N801  (reads as a function: `with patch_sdpa(): ...`)
     refuses go to torch, are counted by reason in the report, and warn once.
 
     recipe: as in vcattn.attention.
-    min_seqlen: calls with at most this many queries or keys go to torch, counted but without a warning.
+    min_seqlen: calls with at most this many queries or keys go to torch, counted but without a warning. The default is
+        longer than a Policy's, as every call here makes its own order of the values.
     Raises LibraryError on entering where the library does not load, InvalidArgumentError for an unknown recipe.
     """
 
     report: Report
 
-    def __init__(self, recipe: str | Recipe = AUTO, *, min_seqlen: int = DEFAULT_MIN_SEQLEN) -> None:
+    def __init__(self, recipe: str | Recipe = AUTO, *, min_seqlen: int = GROUPING_MIN_SEQLEN) -> None:
         self.recipe, self.min_seqlen = recipe, whole("min_seqlen", min_seqlen)
         self._short = f"at most {min_seqlen} queries or keys (min_seqlen)"
 

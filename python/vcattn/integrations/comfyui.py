@@ -123,7 +123,7 @@ class Override:
         """Tells the session the request and step by the noise levels. Each is read once: once a request and once a
         step, where samplers look at them too, the host waits for the device."""
         sigmas, sample_sigmas = options.get("sigmas"), options.get("sample_sigmas")
-        if sigmas is None or sample_sigmas is None or len(sample_sigmas) < 2:
+        if not _has_levels(sigmas, 1) or not _has_levels(sample_sigmas, 2) or sample_sigmas.dim() != 1:
             self.session.end()
             return
         if sigmas is self._sigmas and sample_sigmas is self._sample_sigmas:
@@ -140,6 +140,11 @@ class Override:
         self.session.set_step(step)
 
 
+def _has_levels(sigmas: Any, least: int) -> bool:
+    """Whether these are noise levels, so many at least."""
+    return isinstance(sigmas, torch.Tensor) and sigmas.numel() >= least
+
+
 def layer_name(options: dict[str, Any]) -> str | None:
     """ "double_blocks.3", "blocks.3" or, in U-Nets, "input.4.0"; None where ComfyUI does not tell the block."""
     index = options.get("block_index")
@@ -154,7 +159,10 @@ def layer_name(options: dict[str, Any]) -> str | None:
 
 def _video(options: dict[str, Any], num_queries: int, num_keys: int) -> tuple[int, int] | None:
     """The image or video of self-attention, as Session.attend takes it, in models that tell the slice (img_slice)."""
-    first, end = options.get("img_slice") or (0, 0)
+    found = options.get("img_slice")
+    if not isinstance(found, (list, tuple)) or len(found) != 2 or not all(isinstance(x, int) for x in found):
+        return None
+    first, end = found
     return (first, end - first) if num_queries == num_keys and 0 <= first < end <= num_keys else None
 
 

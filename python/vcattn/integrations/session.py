@@ -16,9 +16,9 @@ from .._call import recipe_facts
 from .._torch_arrays import NO_BACKWARD, needs_gradient
 from ..attention import attention
 from ..errors import InvalidArgumentError, ScoreOverflowError, UnsupportedError
-from ..policy import Policy, as_policy
+from ..policy import DEFAULT_MIN_SEQLEN, GROUPING_MIN_SEQLEN, Policy, as_policy
 from ..report import Report
-from ..schedule import DEFAULT_KIND, Schedule
+from ..schedule import DEFAULT_KIND, MAX_STEPS, Schedule, check_kind
 from ..state import State
 from ..torch_sdpa import key_mask, mask_refusal
 
@@ -27,21 +27,30 @@ class Session:
     """One host's calls. Not for several threads at once.
 
     policy: as vcattn.policy.as_policy takes it: a Policy, a .json file, a recipe, or None.
-    schedule: kind of vcattn.Schedule by which requests keep the order of the values; None: every call makes its own.
+    schedule: kind of vcattn.Schedule by which requests keep the order of the values; None: every call makes its own,
+        and calls that this does not pay for stay with the host unless the policy is a Policy or a file.
+    Raises InvalidArgumentError for others.
     report: what became of the calls. step, num_steps: of the current request, None outside of one.
     """
 
     def __init__(
         self, integration: str, host: str, *, policy: Policy | str | Path | None, schedule: str | None = DEFAULT_KIND
     ) -> None:
-        self.policy, self.schedule = as_policy(policy), schedule
+        if schedule is not None:
+            check_kind(schedule)
+        min_seqlen = GROUPING_MIN_SEQLEN if schedule is None else DEFAULT_MIN_SEQLEN
+        self.policy, self.schedule = as_policy(policy, min_seqlen=min_seqlen), schedule
         self.report = Report(integration, host)
         self.step: int | None = None
         self.num_steps: int | None = None
         self._states: State | None = None
 
     def begin(self, num_steps: int) -> None:
-        """A new request of `num_steps` denoising steps starts, at step 0, with nothing kept of the last one."""
+        """A new request of `num_steps` denoising steps starts, at step 0, with nothing kept of the last one. Where that
+        is no number of steps, none is known."""
+        if not 1 <= num_steps <= MAX_STEPS:
+            self.end()
+            return
         self.step, self.num_steps = 0, num_steps
         self._states = None if self.schedule is None else State(Schedule(num_steps, self.schedule))
 

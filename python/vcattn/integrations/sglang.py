@@ -49,6 +49,7 @@ def register(
     platforms: sglang.multimodal_gen.runtime.platforms, imported if not given.
     """
     global session, _request
+    made = Session("vcattn in SGLang", "SDPA", policy=policy, schedule=schedule)  # raises before anything is changed
     platforms = platforms or importlib.import_module("sglang.multimodal_gen.runtime.platforms")
     member = add_member(platforms.AttentionBackendEnum, BACKEND, BACKEND.lower())
     platform = platforms.current_platform
@@ -61,7 +62,7 @@ def register(
 
         get_attn_backend_cls_str.vcattn_original = original
         platform.get_attn_backend_cls_str = get_attn_backend_cls_str
-    session, _request = Session("vcattn in SGLang", "SDPA", policy=policy, schedule=schedule), None
+    session, _request = made, None
     return session
 
 

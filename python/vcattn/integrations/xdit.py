@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from .._check import whole
 from ..attention import attention
-from ..errors import UnsupportedError
-from ..policy import Policy, as_policy
+from ..errors import InvalidArgumentError, UnsupportedError
+from ..policy import GROUPING_MIN_SEQLEN, Policy, as_policy
 from ..report import Report
 from ..torch_sdpa import key_mask, mask_refusal
 from .enums import add_member
@@ -29,7 +30,7 @@ def register(*, policy: Policy | str | Path | None = None, backends: Any = None)
     Raises UnsupportedError for such policies.
     """
     backends = backends or importlib.import_module("xfuser.core.distributed.attention_backend")
-    policy = as_policy(policy)
+    policy = as_policy(policy, min_seqlen=GROUPING_MIN_SEQLEN)
     if policy.layers or policy.native_first or policy.native_last:
         raise UnsupportedError("xDiT tells neither layer nor step: a policy has recipe and min_seqlen alone")
     report = Report("vcattn in xDiT", "SDPA_FLASH")
@@ -93,4 +94,8 @@ def _admitted(
         return key, value, None
     if length is None:
         raise UnsupportedError("attention_kwargs: indices_k needs attn_mask or valid_kv_len beside it")
+    if not isinstance(length, int):  # numbers of traced code are, and stay what they are
+        length = whole("attention_kwargs: valid_kv_len", length)
+    if not 1 <= length <= key.shape[2]:
+        raise InvalidArgumentError(f"attention_kwargs: valid_kv_len is 1 to {key.shape[2]}, the keys; found {length}")
     return key[:, :, :length], value[:, :, :length], None

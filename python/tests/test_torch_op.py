@@ -14,6 +14,7 @@ from reference import normal
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+import torch._dynamo.testing  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import vcattn  # noqa: E402

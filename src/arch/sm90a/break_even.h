@@ -1,5 +1,5 @@
-// Where this back end's calls overtake BF16 attention. The one home of these lengths: Python's default policy repeats
-// that of `accurate` with an order given (python/vcattn/policy.py), and a test holds the two together.
+// Where this back end's calls overtake BF16 attention. The one home of these lengths: Python's defaults repeat those of
+// `accurate` with 128 channels (python/vcattn/policy.py), and a test holds them together.
 #pragma once
 
 #include <cstdint>

@@ -160,20 +160,16 @@ __device__ __forceinline__ void quantise_tile(const PrepareArgs& a, int unit, Ro
 template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     measure_keys(const __grid_constant__ PrepareArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
-  const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
-  if (unit >= key_units(a.qkv)) return;
-  measure_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim, kPairing>*>(memory)[group.index()]);
+  with_unit<KeyShared<Element, kDim, kPairing>>(group, blockIdx.x, key_units(a.qkv),
+                                                [&](int unit, auto& shared) { measure_tile(a, unit, group, shared); });
 }
 template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     quantise_keys(const __grid_constant__ PrepareArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
-  const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
-  if (unit >= key_units(a.qkv)) return;
-  quantise_tile(a, unit, group, reinterpret_cast<KeyShared<Element, kDim, kPairing>*>(memory)[group.index()]);
+  with_unit<KeyShared<Element, kDim, kPairing>>(group, blockIdx.x, key_units(a.qkv),
+                                                [&](int unit, auto& shared) { quantise_tile(a, unit, group, shared); });
 }
 
 }  // namespace

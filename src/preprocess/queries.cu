@@ -154,11 +154,9 @@ __device__ __forceinline__ void quantise_unit(const PrepareArgs& a, int unit, Ro
 template <typename Element, int kDim, int kPairing>
 __global__ void __launch_bounds__(kRowThreads<Element>, kRowBlocksPerSm)
     quantise_queries(const __grid_constant__ PrepareArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
   const RowGroup<Element, kDim> group;
-  const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
-  if (unit >= query_units(a.qkv)) return;
-  quantise_unit(a, unit, group, reinterpret_cast<QueryShared<Element, kDim, kPairing>*>(memory)[group.index()]);
+  with_unit<QueryShared<Element, kDim, kPairing>>(
+      group, blockIdx.x, query_units(a.qkv), [&](int unit, auto& shared) { quantise_unit(a, unit, group, shared); });
 }
 
 }  // namespace

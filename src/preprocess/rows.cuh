@@ -56,6 +56,14 @@ struct ThreadGroup {
     }
   }
 };
+// work(unit, shared) for the group's own of `units`, where it has one; `block`: of those that share them out. Each
+// group has a Shared in the block's dynamic shared memory.
+template <typename Shared, typename Group, typename Work>
+__device__ __forceinline__ void with_unit(Group group, int block, int64_t units, Work work) {
+  extern __shared__ __align__(128) std::byte memory[];
+  const int unit = block * Group::kGroupCount + group.index();
+  if (unit < units) work(unit, reinterpret_cast<Shared*>(memory)[group.index()]);
+}
 // A thread for each channel. The tiles of six blocks fill a multiprocessor's shared memory, if of 16-bit elements.
 inline constexpr int kChannelThreads = 128, kChannelBlocksPerSm = 6;
 template <int kDim>

@@ -19,17 +19,15 @@ struct StatisticsArgs {
 template <typename Element, int kDim, bool kRope>
 __global__ void __launch_bounds__(kChannelThreads, kChannelBlocksPerSm)
     measure(const __grid_constant__ StatisticsArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
   const ChannelGroup<kDim> group;
   const int block = static_cast<int>(blockIdx.x);
   if (block < a.sum_blocks) {
-    const int unit = block * group.kGroupCount + group.index();
-    if (unit >= a.sums) return;
-    add_keys(a.prepare, unit, group, reinterpret_cast<SumShared<Element, kDim, kRope>*>(memory)[group.index()]);
+    with_unit<SumShared<Element, kDim, kRope>>(
+        group, block, a.sums, [&](int unit, auto& shared) { add_keys(a.prepare, unit, group, shared); });
   } else {
-    const int unit = (block - a.sum_blocks) * group.kGroupCount + group.index();
-    if (unit >= a.tiles) return;
-    measure_values(a.prepare, unit, group, reinterpret_cast<ValueShared<Element, kDim>*>(memory)[group.index()]);
+    with_unit<ValueShared<Element, kDim>>(group, block - a.sum_blocks, a.tiles, [&](int unit, auto& shared) {
+      measure_values(a.prepare, unit, group, shared);
+    });
   }
 }
 

@@ -170,11 +170,9 @@ __device__ __forceinline__ void quantise_tile(const PrepareArgs& a, int unit, Ch
 template <typename Element, int kDim>
 __global__ void __launch_bounds__(kChannelThreads, kChannelBlocksPerSm)
     quantise_values(const __grid_constant__ PrepareArgs a) {
-  extern __shared__ __align__(128) std::byte memory[];
   const ChannelGroup<kDim> group;
-  const int unit = static_cast<int>(blockIdx.x) * group.kGroupCount + group.index();
-  if (unit >= key_units(a.qkv)) return;
-  quantise_tile(a, unit, group, reinterpret_cast<ValueShared<Element, kDim>*>(memory)[group.index()]);
+  with_unit<ValueShared<Element, kDim>>(group, blockIdx.x, key_units(a.qkv),
+                                        [&](int unit, auto& shared) { quantise_tile(a, unit, group, shared); });
 }
 
 }  // namespace

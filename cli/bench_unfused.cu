@@ -102,13 +102,7 @@ __device__ void rotate_piece(const Rotation& r, int channel, float (&x)[kPiece])
 #pragma unroll
   for (int half = 1; half < kDim; half *= 2) {
     if (half < kPiece) {
-#pragma unroll
-      for (int pair = 0; pair < kPiece / 2; ++pair) {
-        const int i = pair / half * 2 * half + pair % half;
-        const float low = x[i], high = x[i + half];
-        x[i] = __fadd_rn(low, high);
-        x[i + half] = __fsub_rn(low, high);
-      }
+      add_and_subtract(x, half);
     } else {
       const float sign = (channel & half) == 0 ? 1.0f : -1.0f;
 #pragma unroll

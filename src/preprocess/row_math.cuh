@@ -37,6 +37,18 @@ __device__ __forceinline__ Value from_partner(Value x, int distance) {
   return __shfl_xor_sync(0xFFFFFFFF, x, distance / Part::kChannels * Part::kRowsPerWarp);
 }
 
+// One step of the transform among a thread's own values: sums and differences of those `half` apart.
+template <int kCount>
+__device__ __forceinline__ void add_and_subtract(float (&x)[kCount], int half) {
+#pragma unroll
+  for (int pair = 0; pair < kCount / 2; ++pair) {
+    const int i = pair / half * 2 * half + pair % half;
+    const float a = x[i], b = x[i + half];
+    x[i] = __fadd_rn(a, b);
+    x[i + half] = __fsub_rn(a, b);
+  }
+}
+
 // cpu::hadamard_row. Channels behind r.size are 0 and stay 0.
 template <typename Part>
 __device__ __forceinline__ void rotate(const Rotation& r, Part part, float (&x)[Part::kChannels]) {
@@ -50,13 +62,7 @@ __device__ __forceinline__ void rotate(const Rotation& r, Part part, float (&x)[
   for (int half = 1; half < kDim; half *= 2) {
     if (half >= kSmallestSize && half >= r.size) break;
     if (half < kChannels) {
-#pragma unroll
-      for (int pair = 0; pair < kChannels / 2; ++pair) {
-        const int i = pair / half * 2 * half + pair % half;
-        const float a = x[i], b = x[i + half];
-        x[i] = __fadd_rn(a, b);
-        x[i + half] = __fsub_rn(a, b);
-      }
+      add_and_subtract(x, half);
     } else {
       // The thread of the lower channels keeps the sums, the other the differences: the products are exact.
       const float sign = (part.first & half) == 0 ? 1.0f : -1.0f;

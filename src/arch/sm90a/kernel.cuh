@@ -1,4 +1,4 @@
-// Defines a kernel of the family for kernels.h.
+// Defines kernels of the family for kernels.h.
 #pragma once
 
 #include "arch/sm90a/attention.cuh"
@@ -23,3 +23,7 @@ cudaError_t launch_variant(const AttentionParams& params, int clusters, cudaStre
   extern const Kernel name;                                                   \
   const Kernel name = {name##Variant::config, launch_variant<name##Variant>}; \
   }
+// name128 and name64, by the fields of a Config behind head_dim.
+#define VCATTN_KERNELS(name, ...)                          \
+  VCATTN_KERNEL(name##128, {.head_dim = 128, __VA_ARGS__}) \
+  VCATTN_KERNEL(name##64, {.head_dim = 64, __VA_ARGS__})

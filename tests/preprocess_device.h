@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "arch/sm90a/plan.h"
 #include "core/tensor_access.h"
 #include "core/validate.h"
 #include "cpu/plan.h"
@@ -315,42 +316,10 @@ inline CpuResult prepare_on_cpu(const Problem& problem) {
   return result;
 }
 
-inline sm90a::QuantizedQkv extents(const Problem& problem) {
-  using namespace sm90a;
-  QuantizedQkv qkv{};
-  qkv.dim = problem.head_dim <= 64 ? 64 : 128;
-  qkv.block_rows = qkv.dim == 64 ? 384 : 256;  // both that the kernels use
-  qkv.num_heads = static_cast<int32_t>(problem.num_heads);
-  qkv.num_heads_kv = static_cast<int32_t>(problem.num_heads_kv);
-  qkv.num_sequences = static_cast<int32_t>(problem.num_sequences);
-  for (int64_t s = 0; s < problem.num_sequences; ++s) {
-    const cpu::Sequence sequence = cpu::sequence_at(problem, s);
-    const int32_t tiles = tiles_of(static_cast<int32_t>(sequence.kv_count));
-    qkv.blocks += blocks_of(static_cast<int32_t>(sequence.q_count), qkv.block_rows);
-    qkv.tiles += tiles;
-    qkv.mean_groups += mean_groups_of(tiles);
-  }
-  return qkv;
-}
-
-// What a call does not use has no memory behind its pointer.
-inline void take_operands(sm90a::QuantizedQkv& qkv, const vcattn_attention_params& params, Arena& arena) {
-  using namespace sm90a;
-  const int64_t heads = qkv.num_heads, kv_heads = qkv.num_heads_kv, slots = kv_heads * qkv.num_sequences;
-  const int64_t rows = heads * qkv.blocks * qkv.block_rows, tiles = kv_heads * qkv.tiles;
-  qkv.sequences = arena.take<Sequence>(qkv.num_sequences);
-  qkv.q = arena.take<uint8_t>(rows * qkv.dim);
-  qkv.q_factor = arena.take<float>(rows);
-  qkv.q_norm = arena.take<float>(rows / kTileRowsQ);
-  qkv.k = arena.take<uint8_t>(tiles * key_tile_bytes(qkv.dim));
-  qkv.k_descale = arena.take<float>(tiles);
-  qkv.k_norm = arena.take<float>(slots);
-  qkv.v = arena.take<uint8_t>(tiles * value_tile_bytes(qkv.dim));
-  qkv.v_descale = arena.take<float>(slots * qkv.dim);
-  qkv.means =
-      params.recipe.mean_rows > 0 ? arena.take<float>(kv_heads * qkv.mean_groups * kMeanTiles * qkv.dim) : nullptr;
-  qkv.lse_shift = arena.take<float>(params.lse != nullptr ? rows : 0);
-  qkv.k_poison = arena.take<uint32_t>(slots);
+inline sm90a::QuantizedQkv take_operands(const Problem& problem, Arena& arena) {
+  const int dim = problem.head_dim <= 64 ? 64 : 128;
+  const int block_rows = dim == 64 ? 384 : 256;  // both that the kernels use
+  return sm90a::take_operands(problem, dim, block_rows, problem.params->recipe.mean_rows > 0, arena);
 }
 
 // The device's result in host memory: pointers of `qkv` are moved to it.
@@ -382,12 +351,12 @@ inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_
 
   const auto take = [&](std::byte* base, sm90a::QuantizedQkv& qkv, sm90a::PrepareScratch& scratch) {
     Arena arena(base);
-    take_operands(qkv, params, arena);
+    qkv = take_operands(problem, arena);
     const size_t operands = arena.used();
     scratch = sm90a::take_prepare_scratch(problem, qkv, arena);
     return std::pair{operands, arena.used()};
   };
-  sm90a::QuantizedQkv qkv = extents(problem);
+  sm90a::QuantizedQkv qkv;
   sm90a::PrepareScratch scratch;
   const auto [operand_bytes, bytes] = take(nullptr, qkv, scratch);
   constexpr size_t kGuard = 4096;
@@ -420,7 +389,7 @@ inline DeviceResult prepare_on_device(const Inputs& inputs, const Problem& host_
   })) << "wrote past the workspace";
   result.memory.resize(operand_bytes);
   Arena arena(result.memory.data());
-  take_operands(result.qkv, params, arena);
+  result.qkv = take_operands(problem, arena);
   return result;
 }
 

@@ -17,10 +17,12 @@ void count_tiles(const Problem& problem, QuantizedQkv& qkv) {
   }
 }
 
-QuantizedQkv take_operands(const Problem& problem, const Config& config, Arena& arena) {
+}  // namespace
+
+QuantizedQkv take_operands(const Problem& problem, int dim, int block_rows, bool means, Arena& arena) {
   QuantizedQkv qkv = {};
-  qkv.dim = config.head_dim;
-  qkv.block_rows = config.block_rows();
+  qkv.dim = dim;
+  qkv.block_rows = block_rows;
   qkv.num_heads = static_cast<int32_t>(problem.num_heads);
   qkv.num_heads_kv = static_cast<int32_t>(problem.num_heads_kv);
   qkv.num_sequences = static_cast<int32_t>(problem.num_sequences);
@@ -37,14 +39,12 @@ QuantizedQkv take_operands(const Problem& problem, const Config& config, Arena& 
   qkv.k_norm = arena.take<float>(slots);
   qkv.v = arena.take<uint8_t>(tiles * value_tile_bytes(qkv.dim));
   qkv.v_descale = arena.take<float>(slots * qkv.dim);
-  qkv.means = config.means ? arena.take<float>(problem.num_heads_kv * qkv.mean_groups * mean_group_bytes(qkv.dim) / 4)
-                           : nullptr;
+  qkv.means =
+      means ? arena.take<float>(problem.num_heads_kv * qkv.mean_groups * mean_group_bytes(qkv.dim) / 4) : nullptr;
   qkv.lse_shift = arena.take<float>(problem.params->lse != nullptr ? rows : 0);
   qkv.k_poison = arena.take<uint32_t>(slots);
   return qkv;
 }
-
-}  // namespace
 
 Plan make_plan(const Problem& problem, const Config& config, std::byte* workspace) {
   const int32_t order = problem.params->recipe.v_order;
@@ -54,7 +54,7 @@ Plan make_plan(const Problem& problem, const Config& config, std::byte* workspac
   plan.permutation = arena.take<int32_t>(plan.groups ? problem.batch * problem.num_heads_kv * problem.seqlen_kv : 0);
   Arena grouping = arena;  // over when the operands are made
   if (plan.groups) plan.group = take_group_scratch(problem, grouping);
-  plan.qkv = take_operands(problem, config, arena);
+  plan.qkv = take_operands(problem, config.head_dim, config.block_rows(), config.means, arena);
   plan.prepare = take_prepare_scratch(problem, plan.qkv, arena);
   plan.bytes = std::max(arena.used(), grouping.used());
   return plan;

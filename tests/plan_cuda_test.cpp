@@ -64,12 +64,12 @@ TEST(Sm90aPlan, BreakEvenLengthsAreOfWhatWasMeasured) {
         const bool measured = mean_rows > 0 && std::string(name) != "vsmooth8";
         EXPECT_EQ(ordered > 0, measured) << ordered;
         EXPECT_GE(sm90a::break_even_seqlen(config, true), ordered);
-        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
+        EXPECT_EQ(sm90a::kBackend.break_even_seqlen(d.problem), ordered);
         d.params.recipe.v_order = VCATTN_ORDER_CHAIN;
-        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), sm90a::break_even_seqlen(config, true));
+        EXPECT_EQ(sm90a::kBackend.break_even_seqlen(d.problem), sm90a::break_even_seqlen(config, true));
         const int32_t permutation = 0;
         d.params.permutation = &permutation;
-        EXPECT_EQ(sm90a::break_even_seqlen(d.problem), ordered);
+        EXPECT_EQ(sm90a::kBackend.break_even_seqlen(d.problem), ordered);
       }
     }
   }

@@ -16,24 +16,19 @@
 namespace vcattn {
 namespace {
 
-#if !VCATTN_CUDA
+#if VCATTN_CUDA
+using sm90a::kBackend;
+#else
 bool built_without_cuda(vcattn_message* reason) {
   set_message(reason, "this build has no CUDA: when it was configured, nvcc was not found or VCATTN_CUDA was OFF");
   return false;
 }
+
+constexpr Backend kBackend = {
+    .name = "sm90a", .id = VCATTN_BACKEND_SM90A, .memory = VCATTN_MEMORY_CUDA, .available = built_without_cuda};
 #endif
 
-constexpr Backend kBackends[] = {
-    {"cpu", VCATTN_BACKEND_CPU, VCATTN_MEMORY_HOST, cpu::available, cpu::attention_bytes, cpu::attend,
-     cpu::break_even_seqlen, cpu::group_bytes, cpu::group},
-#if VCATTN_CUDA
-    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, sm90a::available, sm90a::attention_bytes, sm90a::attend,
-     sm90a::break_even_seqlen, sm90a::group_bytes, sm90a::group},
-#else
-    {"sm90a", VCATTN_BACKEND_SM90A, VCATTN_MEMORY_CUDA, built_without_cuda, nullptr, nullptr, nullptr, nullptr,
-     nullptr},
-#endif
-};
+constexpr const Backend* kBackends[] = {&cpu::kBackend, &kBackend};
 
 constexpr const char* kMemories[] = {"host", "CUDA"};
 
@@ -44,12 +39,13 @@ vcattn_code choose_backend(const vcattn_attention_params& params, const Backend*
     return fail(message, VCATTN_INVALID_ARGUMENT, "memory is 0 (host) or 1 (CUDA); found {}", params.memory);
   }
   const bool automatic = params.backend == VCATTN_BACKEND_AUTO;
-  const Backend* found = std::find_if(std::begin(kBackends), std::end(kBackends), [&](const Backend& b) {
-    return automatic ? b.memory == params.memory : b.id == params.backend;
+  const auto* place = std::find_if(std::begin(kBackends), std::end(kBackends), [&](const Backend* b) {
+    return automatic ? b->memory == params.memory : b->id == params.backend;
   });
-  if (found == std::end(kBackends)) {
+  if (place == std::end(kBackends)) {
     return fail(message, VCATTN_UNSUPPORTED, "backend {} is not known", params.backend);
   }
+  const Backend* found = *place;
   if (found->memory != params.memory) {
     return fail(message, VCATTN_INVALID_ARGUMENT, "backend {} takes {} memory; memory says {}", found->name,
                 kMemories[found->memory], kMemories[params.memory]);
@@ -73,7 +69,7 @@ const char* vcattn_version(void) {
 
 const char* vcattn_backend_info(int32_t index, int32_t* available, vcattn_message* reason) {
   if (index < 0 || index >= static_cast<int32_t>(std::size(vcattn::kBackends))) return nullptr;
-  const vcattn::Backend& backend = vcattn::kBackends[index];
+  const vcattn::Backend& backend = *vcattn::kBackends[index];
   const bool runs = backend.available(reason);
   if (available != nullptr) *available = runs ? 1 : 0;
   return backend.name;

@@ -33,8 +33,6 @@ vcattn_code run(int threads, vcattn_message* message, Work work) {
   }
 }
 
-}  // namespace
-
 bool available(vcattn_message* reason) {
   const int64_t targets = hwy::SupportedTargets() & HWY_TARGETS;      // of those that are compiled in
   const std::string_view name = hwy::TargetName(targets & -targets);  // the lowest bit is the best
@@ -75,5 +73,17 @@ vcattn_code group(const Problem& problem, bool warm, float* centroids, int32_t* 
     return VCATTN_OK;
   });
 }
+
+}  // namespace
+
+const Backend kBackend = {.name = "cpu",
+                          .id = VCATTN_BACKEND_CPU,
+                          .memory = VCATTN_MEMORY_HOST,
+                          .available = available,
+                          .attention_bytes = attention_bytes,
+                          .attend = attend,
+                          .break_even_seqlen = break_even_seqlen,
+                          .group_bytes = group_bytes,
+                          .group = group};
 
 }  // namespace vcattn::cpu

@@ -1,20 +1,10 @@
-// The CPU back end: every recipe, on the host. core/backend.h says what each function does.
+// The CPU back end: every recipe, on the host.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "core/validate.h"
-#include "vcattn/vcattn.h"
+#include "core/backend.h"
 
 namespace vcattn::cpu {
 
-bool available(vcattn_message* reason);
-vcattn_code attention_bytes(const Problem& problem, size_t& bytes, vcattn_message* message);
-vcattn_code attend(const Problem& problem, void* workspace, vcattn_message* message);
-int64_t break_even_seqlen(const Problem& problem);
-vcattn_code group_bytes(const Problem& problem, size_t& bytes, vcattn_message* message);
-vcattn_code group(const Problem& problem, bool warm, float* centroids, int32_t* permutation, void* workspace,
-                  vcattn_message* message);
+extern const Backend kBackend;
 
 }  // namespace vcattn::cpu

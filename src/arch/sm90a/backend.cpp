@@ -70,8 +70,6 @@ vcattn_code refuse_grouping(const Problem& problem, vcattn_message* message) {
   return reason == nullptr ? VCATTN_OK : fail(message, VCATTN_UNSUPPORTED, "the sm90a back end {}", reason);
 }
 
-}  // namespace
-
 bool available(vcattn_message* reason) {
   int devices = 0, device = 0, major = 0, minor = 0;
   cudaError_t status = cudaGetDeviceCount(&devices);
@@ -166,5 +164,17 @@ vcattn_code group(const Problem& problem, bool warm, float* centroids, int32_t* 
   const cudaError_t status = group(problem, scratch, warm, centroids, permutation, stream_of(problem));
   return status == cudaSuccess ? VCATTN_OK : refuse_cuda(status, "grouping", message);
 }
+
+}  // namespace
+
+const Backend kBackend = {.name = "sm90a",
+                          .id = VCATTN_BACKEND_SM90A,
+                          .memory = VCATTN_MEMORY_CUDA,
+                          .available = available,
+                          .attention_bytes = attention_bytes,
+                          .attend = attend,
+                          .break_even_seqlen = break_even_seqlen,
+                          .group_bytes = group_bytes,
+                          .group = group};
 
 }  // namespace vcattn::sm90a

@@ -7,25 +7,10 @@ import pytest
 
 import vcattn
 from reference import BOUND, error, exact, normal
-from vcattn import _call
 
 
 def inputs(seed: int, seqlen: int = 600) -> list[np.ndarray]:
     return [normal(10 * seed + i, 1, seqlen, 2, 64, offset=0.5) for i in range(3)]
-
-
-@pytest.fixture
-def groupings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each grouping that was made, whether it was warm."""
-    made: list[bool] = []
-    group = _call.group
-
-    def recorded(*args: object, **options: object):
-        made.append(options["centroids"] is not None)
-        return group(*args, **options)
-
-    monkeypatch.setattr(_call, "group", recorded)
-    return made
 
 
 def test_schedule_is_the_librarys():

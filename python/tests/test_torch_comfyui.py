@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 import vcattn  # noqa: E402
-from vcattn import _call  # noqa: E402
 from vcattn.integrations.comfyui import NODE_CLASS_MAPPINGS, attach, layer_name  # noqa: E402
 
 HEADS, DIM, TOKENS = 2, 64, 150
@@ -179,25 +178,17 @@ def run(model: ModelPatcher, steps: int) -> None:
                 optimized_attention(*tensors(step), HEADS, transformer_options=options)
 
 
-def test_steps_branches_and_layers(monkeypatch: pytest.MonkeyPatch):
-    made: list[bool] = []
-    group = _call.group
-
-    def recorded(*args: object, **options: object):
-        made.append(options["centroids"] is not None)
-        return group(*args, **options)
-
-    monkeypatch.setattr(_call, "group", recorded)
+def test_steps_branches_and_layers(groupings: list[bool]):
     policy = vcattn.Policy(layers={"blocks.1": "sage2"}, native_first=1, native_last=1, min_seqlen=0)
     model = attach(ModelPatcher(), policy=policy, schedule="every_step")
     report = options_of(model)["optimized_attention_override"].session.report
     run(model, 8)
     assert report.served == 6 * 4 and dict(report.fallbacks) == {"policy: first 1 steps": 4, "policy: last 1 steps": 4}
     # blocks.0 in two branches; every other step regroups, and the first is made up for at step 1.
-    assert made == [False, False, True, True, True, True, True, True]
-    made.clear()
+    assert groupings == [False, False, True, True, True, True, True, True]
+    groupings.clear()
     run(model, 8)
-    assert made[:2] == [False, False]
+    assert groupings[:2] == [False, False]
 
 
 @pytest.mark.parametrize(

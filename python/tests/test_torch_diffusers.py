@@ -246,20 +246,6 @@ class Pipeline:
         return latents
 
 
-@pytest.fixture
-def groupings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each grouping of values that was made, whether it was warm."""
-    made: list[bool] = []
-    group = _call.group
-
-    def recorded(*args: object, **options: object):
-        made.append(options["centroids"] is not None)
-        return group(*args, **options)
-
-    monkeypatch.setattr(_call, "group", recorded)
-    return made
-
-
 def test_a_request_with_cfg_and_two_experts(groupings: list[bool]):
     pipe = Pipeline()
     expected = pipe(8)

@@ -261,6 +261,20 @@ def segments_of(cu_seqlens: Any) -> Segments:
     return Segments(*found)
 
 
+def _shared_arguments(options: _call.Options, mask: torch.Tensor | None, segments: Segments | None) -> dict[str, Any]:
+    """What both operators take."""
+    return {
+        "recipe": options.recipe,
+        "bhsd": options.bhsd,
+        "key_padding_mask": mask,
+        "cu_seqlens_q": None if segments is None else segments.q,
+        "cu_seqlens_kv": None if segments is None else segments.kv,
+        "grid": list(options.grid or ()),
+        "flags": options.flags,
+        "backend": options.backend,
+    }
+
+
 def attention(
     arrays: ModuleType,
     q: torch.Tensor,
@@ -283,21 +297,14 @@ def attention(
         q,
         k,
         v,
-        recipe=options.recipe,
-        bhsd=options.bhsd,
         scale=options.scale,
-        key_padding_mask=mask,
-        cu_seqlens_q=None if segments is None else segments.q,
-        cu_seqlens_kv=None if segments is None else segments.kv,
         permutation=permutation,
         rope_q=None if rope_q is None else rope_q.tables,
         rope_q_interleaved=rope_q is None or rope_q.interleaved,
         rope_k=None if rope_k is None else rope_k.tables,
         rope_k_interleaved=rope_k is None or rope_k.interleaved,
-        grid=list(options.grid or ()),
-        flags=options.flags,
-        backend=options.backend,
         return_lse=want_lse,
+        **_shared_arguments(options, mask, segments),
     )
     return out, lse if want_lse else None
 
@@ -314,14 +321,7 @@ def group(
     """As _call.group."""
     return torch.ops.vcattn.group(
         v,
-        recipe=options.recipe,
-        bhsd=options.bhsd,
-        key_padding_mask=mask,
-        cu_seqlens_q=None if segments is None else segments.q,
-        cu_seqlens_kv=None if segments is None else segments.kv,
         centroids=centroids,
-        grid=list(options.grid or ()),
-        flags=options.flags,
-        backend=options.backend,
         clusters=recipe_facts(options.recipe).clusters,
+        **_shared_arguments(options, mask, segments),
     )

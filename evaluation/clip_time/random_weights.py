@@ -1,7 +1,8 @@
-"""Denoisers of diffusers with random weights."""
+"""Denoisers of diffusers with random weights, and random inputs for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,3 +34,9 @@ def build(model_class: type, config: dict[str, Any], device: torch.device) -> An
             else:
                 parameter.normal_(std=_STD, generator=generator)
     return model.eval().requires_grad_(False)
+
+
+def normal_inputs(device: torch.device) -> Callable[..., torch.Tensor]:
+    """Makes BF16 tensors of the sizes that it is called with, the same each time."""
+    generator = torch.Generator(device).manual_seed(1)
+    return lambda *size: torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)

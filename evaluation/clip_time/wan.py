@@ -53,11 +53,7 @@ def build(config: dict[str, Any], device: torch.device) -> Any:
 
 def inputs(config: dict[str, Any], shape: VideoShape, device: torch.device) -> dict[str, torch.Tensor]:
     """Of one forward: random latents and text, batch 1."""
-    generator = torch.Generator(device).manual_seed(1)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
-
+    normal = random_weights.normal_inputs(device)
     return {
         "hidden_states": normal(1, config["in_channels"], *shape.latents(VAE_STRIDE)),
         "timestep": torch.tensor([500], device=device),
